@@ -186,6 +186,19 @@ def test_groups_of_many_rows_have_no_wide_swapped_tiles(work, dtype, most):
     assert any(HopperConfig.parse(text).swapped and HopperConfig.parse(text).bn > 96 for text, _ in dense)
 
 
+@pytest.mark.parametrize(("work", "streamed"), [("ragged_m", True), ("scattered_m", True), ("gathered_m", False)])
+def test_large_groups_are_streamed(work, streamed):
+    """Cooperative tiles of 128 x 224 and more are compared with stream-K alone, from 512 rows a group on."""
+    signature = Problem.of(64, 64, 64, "bf16", batch=8, work=work).signature
+    for rows in (128, 256, 512, 1024):
+        named = hopper_candidates.shortlist(signature, H200, rows, 4096, 8192, 8)
+        configs = [HopperConfig.parse(text) for text, _ in named]
+        large = {c.stream_k for c in configs if not c.ping_pong and c.bm * c.bn >= 128 * 224}
+        expected = {128: {False}, 256: {False, True}, 512: {True}, 1024: {True}} if streamed else {}
+        assert large == expected.get(rows, {False})
+        assert {text for text, _ in named} <= set(hopper_candidates.listed(signature))
+
+
 @pytest.mark.parametrize(("m", "n", "k", "worth"), [
     (1024, 512, 512, True), (16, 32768, 256, True), (1024, 1024, 64, False), (64, 64, 1024, False),
 ])  # fmt: skip

@@ -218,10 +218,10 @@ def test_stream_k_fills_the_last_round():
     assert balanced.seconds(*even) == whole.seconds(*even)
 
 
-def test_large_groups_do_not_take_stream_k():
-    """An H200 took 855 us with it and 763 without (docs/grouped.md)."""
-    problem = Problem.of(8192, 4096, 7168, "bf16", batch=8, work="ragged_m")
-    assert "streamk" not in config(problem).options
+def test_large_groups_take_stream_k_in_tall_bands():
+    """docs/grouped.md#tall-bands-of-tiles"""
+    problem = Problem.of(8192, 4096, 14336, "bf16", batch=8, work="ragged_m")
+    assert str(config(problem)) == "sm90/128x256x64/coop2/c1x2/s4/serp16/zig/streamk/pdl"
 
 
 def test_clusters_along_k_shorten_the_sum_and_keep_its_parts_on_chip():

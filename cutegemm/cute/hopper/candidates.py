@@ -21,7 +21,7 @@ from cutegemm.cute.hopper.validity import odd_eights
 from cutegemm.cute.hopper.work_count import works
 from cutegemm.hardware.residency import resident_clusters
 from cutegemm.problem import ITEMSIZE
-from cutegemm.problem.work import MASKED, RAGGED_N, ROWS
+from cutegemm.problem.work import MASKED, RAGGED_M, RAGGED_N, ROWS, SCATTERED
 
 if TYPE_CHECKING:
     from cutegemm.hardware.arch import Arch
@@ -44,6 +44,13 @@ _IN_PARTS = ("sm90/128x256x64/coop2/c1x2/s4/serp8/zig/pdl",)
 least for each multiplication (592x2048x18048 on an H200: 70 us in three parts, 94 by the best of the others)."""
 SMALL_RESULT, LONG_SUM = 1 << 22, 8192
 """The most elements of such a D and the least K, of sizes rounded up to powers of two."""
+_STREAMED = ("sm90/128x256x64/coop2/c1x2/s4/serp16/zig/streamk/pdl",)
+"""In the shortlists of groups of `STREAMED_ROWS` rows and more too: tiles left over behind whole waves are cut along K,
+and bands of sixteen tiles hold all rows of most groups, whose weights are then read once
+(docs/grouped.md#tall-bands-of-tiles)."""
+STREAMED_ROWS, LARGE_TILE = 256, 128 * 224
+"""Rows of a group, rounded up to a power of two. In groups of `LARGE_GROUP` rows cooperative tiles of so many elements
+are not compared otherwise: they took longer on an H200 than `_STREAMED`, where the model expects the opposite."""
 MOST_SWAPPED = 128
 """Rows of D that a swapped tile has at most where a program has several results."""
 LARGE_GROUP, MOST_TOKENS = 512, 96
@@ -61,6 +68,8 @@ us with tiles of 128x64, where the model expected 21.4. On 23 November, with the
 fewer rows or columns most other tiles would be mostly empty."""
 COUNTED_WORKS = (*ROWS, RAGGED_N, MASKED)
 """Works of which nobody can know on the host how many tiles there are."""
+STREAMED_WORKS = (RAGGED_M, SCATTERED)
+"""Works of which `_STREAMED` computes groups of many rows."""
 NUMBERS = tuple(range(2, 33))
 """The numbers of parts that a candidate may split K into."""
 MOST_ROWS = 16
@@ -73,7 +82,7 @@ MOST_STAGES = 16
 @functools.lru_cache(maxsize=64)
 def _with_shortlists(signature: Signature) -> tuple[str, ...]:
     """The candidates with shortlists, as they serve a signature."""
-    texts = (*shortlists.configurations(), *_ROW_BY_ROW, *_IN_PARTS)
+    texts = (*shortlists.configurations(), *_ROW_BY_ROW, *_IN_PARTS, *_STREAMED)
     return tuple(dict.fromkeys(_served(text, signature) for text in texts))
 
 
@@ -190,6 +199,10 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
         return _as_they_fit(byte_candidates.shortlist(signature, found, elements), signature)
     if signature.work in COUNTED_WORKS and m <= UNSWAPPED_ROWS:
         found += ((text, False) for text in _OF_GROUPS)
+    if signature.work in STREAMED_WORKS and m >= LARGE_GROUP:
+        found = [each for each in found if not _is_large(each[0])]
+    if signature.work in STREAMED_WORKS and m >= STREAMED_ROWS:
+        found += ((text, False) for text in _STREAMED)
     found += beside_cells(m, n, k, batch)
     if signature.epilogue.gating and m < UNSWAPPED_ROWS:
         # Few of the swapped tiles, which fill the shortlists of few rows, can hold gate and up.
@@ -206,6 +219,11 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
 def _is_swapped_beyond(text: str, most: int) -> bool:
     config = HopperConfig.parse(text)
     return config.swapped and config.bn > most
+
+
+def _is_large(text: str) -> bool:
+    config = HopperConfig.parse(text)
+    return not config.ping_pong and config.bm * config.bn >= LARGE_TILE
 
 
 def _as_they_fit(named: list[shortlists.Candidate], signature: Signature) -> list[shortlists.Candidate]:

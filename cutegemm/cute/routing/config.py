@@ -92,7 +92,7 @@ class Tile(NamedTuple):
 
 
 def choose(slots: int, experts: int) -> tuple[Tile, int]:
-    """(the tile, how many CTAs) for so many slots and experts, as timed on an H200 (docs/grouped.md)."""
+    """(the tile, how many CTAs) for so many slots and experts, as timed on an H200 (docs/mixtures.md)."""
     capacity = max(1 << (experts - 1).bit_length(), LEAST_EXPERTS)
     least = capacity // WARP
     if slots <= MOST_OF_ONE:

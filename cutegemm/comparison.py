@@ -9,6 +9,7 @@ import torch
 
 from cutegemm import replacing
 from cutegemm.quantized_linear import Fp8Linear
+from cutegemm.quantized_mixture import Fp8MoE
 from cutegemm.quantized_mlp import Fp8SwiGLU
 
 
@@ -38,7 +39,8 @@ class Comparison(NamedTuple):
 
 
 def compare(model: torch.nn.Module, quantized: torch.nn.Module, *inputs: Any, **options: Any) -> Comparison:
-    """How far `quantized` is from `model`, of which it is a copy with `Fp8Linear` and `Fp8SwiGLU` in place of layers.
+    """How far `quantized` is from `model`, of which it is a copy with `Fp8Linear`, `Fp8SwiGLU` and `Fp8MoE` in place of
+    layers.
 
     Both models are called with the inputs, without gradients. Each replaced layer is also run by itself, on the input
     that the layer of the same name in `model` gets: so its own error shows, not those before it.
@@ -50,12 +52,13 @@ def compare(model: torch.nn.Module, quantized: torch.nn.Module, *inputs: Any, **
 
     Raises:
         TypeError: no module, or no tensor in what a model returns.
-        ValueError: the models return tensors of different shapes.
+        ValueError: the models, or layers of one name, return tensors of different shapes.
     """
     replacing.check(model, None)
     replacing.check(quantized, None, "quantized")
+    model, quantized = _unwrapped(model), _unwrapped(quantized)
     layers: list[LayerError] = []
-    whole = {name: each for name, each in quantized.named_modules() if isinstance(each, Fp8SwiGLU)}
+    whole = {name: each for name, each in quantized.named_modules() if isinstance(each, Fp8SwiGLU | Fp8MoE)}
     within = {id(layer) for each in whole.values() for layer in each.children()}
     replaced = whole | {
         name: each for name, each in quantized.named_modules() if isinstance(each, Fp8Linear) and id(each) not in within
@@ -63,7 +66,13 @@ def compare(model: torch.nn.Module, quantized: torch.nn.Module, *inputs: Any, **
 
     def watch(name: str) -> Callable[..., None]:
         def look(module: Any, given: tuple[Any, ...], named: dict[str, Any], result: torch.Tensor) -> None:
-            error, worst, _ = _distance(replaced[name].forward(*given, **named), result)
+            found = replaced[name].forward(*given, **named)
+            if found.shape != result.shape:
+                shapes = tuple(found.shape), tuple(result.shape)
+                raise ValueError(
+                    f"quantized: its layer {name!r} returned shape {shapes[0]}, expected that of model's, {shapes[1]}"
+                )
+            error, worst, _ = _distance(found, result)
             layers.append(LayerError(name, error, worst))
 
         return look
@@ -72,7 +81,7 @@ def compare(model: torch.nn.Module, quantized: torch.nn.Module, *inputs: Any, **
     handles = [
         each.register_forward_hook(watch(name), with_kwargs=True)
         for name, each in originals.items()
-        if not isinstance(each, (Fp8Linear, Fp8SwiGLU))
+        if not isinstance(each, Fp8Linear | Fp8SwiGLU | Fp8MoE)
     ]
     with torch.no_grad():
         try:
@@ -88,6 +97,14 @@ def compare(model: torch.nn.Module, quantized: torch.nn.Module, *inputs: Any, **
             )
         error, _, cosine = _distance(got, want)
     return Comparison(error, cosine, tuple(sorted(layers, key=lambda layer: -layer.error)))
+
+
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model within torch.compile's module, DataParallel or DistributedDataParallel, whose names have a prefix."""
+    wrappers = torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel
+    while replacing.is_compiled(model) or isinstance(model, wrappers):
+        model = model._orig_mod if replacing.is_compiled(model) else model.module
+    return model
 
 
 def _distance(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float, float]:

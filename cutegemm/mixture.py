@@ -1,6 +1,4 @@
-"""`MoE`, the experts of a mixture as a module, `TopKRouter`, which chooses among them, and `replace_moe`, which puts
-`MoE` into a Hugging Face model.
-"""
+"""`MoE`, the experts of a mixture as a module; `replace_moe` puts it, or `Fp8MoE`, into a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -10,53 +8,14 @@ from typing import Any
 import torch
 
 from cutegemm import replacing
-from cutegemm.linear import linear
 from cutegemm.moe import DTYPES, moe
 from cutegemm.problem.grouped_request import MOST_GROUPS
 from cutegemm.problem.reference import activate
-from cutegemm.pytorch import sharded
 from cutegemm.pytorch.mlp import check_activation, reshape_weight
-
-
-class TopKRouter(torch.nn.Module):
-    """Chooses the experts of each token: the top_k largest of softmax(x @ weight^T), which is computed in fp32.
-
-    Parameter: `weight` (num_experts, in_features).
-
-    Args:
-        normalize: whether a token's weights are divided by their sum, as Mixtral and Qwen3-MoE do.
-
-    Raises:
-        TypeError, ValueError: a size is no integer or none that is accepted; top_k is not 1 to num_experts.
-    """
-
-    def __init__(
-        self, in_features: int, num_experts: int, top_k: int, device: Any = None, dtype: Any = None, *,
-        normalize: bool = True,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        num_experts = replacing.as_size("num_experts", num_experts, 1, MOST_GROUPS)
-        self.top_k, self.normalize = replacing.as_size("top_k", top_k, 1, num_experts, ", num_experts"), normalize
-        in_features = replacing.as_size("in_features", in_features)
-        self.weight = torch.nn.Parameter(torch.empty((num_experts, in_features), device=device, dtype=dtype))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws the weight as torch.nn.Linear does."""
-        replacing.draw(self.weight)
-
-    def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """input: (..., in_features). Returns the experts, int64, and their weights, fp32, each (..., top_k)."""
-        shares = linear(input, self.weight).float().softmax(-1)
-        weights, experts = shares.topk(self.top_k, -1)
-        if sharded.is_distributed(shares):  # of whose topk torch 2.11 has no gradient
-            weights = shares.gather(-1, experts)
-        return experts, weights / weights.sum(-1, keepdim=True) if self.normalize else weights
-
-    def extra_repr(self) -> str:
-        count, columns = self.weight.shape
-        text = f"in_features={columns}, num_experts={count}, top_k={self.top_k}"
-        return text if self.normalize else f"{text}, normalize=False"
+from cutegemm.pytorch.sharded import is_distributed
+from cutegemm.quantized_linear import check_quantized
+from cutegemm.quantized_mixture import Fp8MoE
+from cutegemm.router import TopKRouter, choose
 
 
 class MoE(torch.nn.Module):
@@ -145,15 +104,7 @@ class MoE(torch.nn.Module):
         Raises ValueError where experts and weights are given apart, or neither is and there is no router; TypeError
         where the router returns something else.
         """
-        if experts is None and weights is None and self.router is not None:
-            found = self.router(input)
-            if not isinstance(found, tuple | list) or len(found) != 2:
-                what = f"{len(found)} values" if isinstance(found, tuple | list) else type(found).__name__
-                raise TypeError(f"router: it returned {what}, expected (experts, weights)")
-            experts, weights = found
-        if experts is None or weights is None:
-            given = "neither, and this module has no router" if experts is weights else "one of them"
-            raise ValueError(f"experts, weights: got {given}; pass both, or make the module with top_k")
+        experts, weights = choose(self.router, input, experts, weights)
         return moe(
             input, experts, weights, self.gate_up_proj, self.down_proj, activation=self.activation,
             precision=self.precision, backend=self.backend,
@@ -201,6 +152,9 @@ def replace_moe(
     where: Callable[[str, torch.nn.Module], bool] | None = None,
     precision: str | None = None,
     backend: str = "auto",
+    dtype: Any = None,
+    scaling: str | tuple[str, str] = "rows",
+    accumulate: str | None = None,
 ) -> torch.nn.Module:
     """Replaces the experts of Hugging Face's Mixtral, Qwen3-MoE and similar models, in place, by `MoE`.
 
@@ -212,16 +166,46 @@ def replace_moe(
     a bias, transposed, sharded (expert parallelism, DTensors), quantized, or with a hook, more than 1024 of them, and
     those for which `where(name, module)` is false.
 
+    With `dtype` ("fp8", "int8" or another one that `Fp8Linear` takes) the replacement is an `Fp8MoE`, whose weights are
+    quantized now, with `scaling` and `accumulate` as there, and a `MoE` is replaced, too; `precision` is then refused.
+
     Returns:
         `model`, or its replacement when it is such a module itself. A UserWarning says when nothing was replaced.
 
     Raises:
-        TypeError: no module, or a `where` that cannot be called.
-        ValueError: no such precision or backend; `model` is left as it was.
+        TypeError: no module, a `where` that cannot be called, or no such dtype.
+        ValueError: no such precision, backend, scaling or accumulate, or arguments that do not go together. After
+            either error `model` is as it was.
     """
     replacing.check(model, where)
     _check_options(precision, backend)
-    return replacing.replace_gated(model, where, precision, backend, _gated_activation, _replaced, "replace_moe")
+    check_quantized(dtype, scaling, accumulate, precision, backend)
+    if dtype is None:
+        return replacing.replace_gated(model, where, precision, backend, _gated_activation, _replaced, "replace_moe")
+    options = {"dtype": dtype, "scaling": scaling, "accumulate": accumulate}
+
+    def activation_in(module: torch.nn.Module) -> str | None:
+        if type(module) is not MoE:
+            return _gated_activation(module)
+        parts = module.gate_up_proj, module.down_proj
+        unlike = replacing.is_altered(module) or any(replacing.computes_itself(x) or is_distributed(x) for x in parts)
+        return None if unlike else module.activation
+
+    def replaced(module: Any, activation: str, _: str | None, backend: str) -> torch.nn.Module:
+        return _in_8_bits(module, activation, backend, options)
+
+    return replacing.replace_gated(model, where, precision, backend, activation_in, replaced, "replace_moe")
+
+
+def _in_8_bits(module: Any, activation: str, backend: str, options: dict[str, Any]) -> torch.nn.Module:
+    """The Fp8MoE for a MoE or a module of stacked experts; the module itself where it computes something else."""
+    own = isinstance(module, MoE)
+    if not own and not module.gate_up_proj.is_meta and not _is_like_ours(module, activation):
+        return module
+    router = module.router if own else None
+    weights = module.gate_up_proj.detach(), module.down_proj.detach()
+    made = Fp8MoE.from_weights(*weights, router=router, activation=activation, backend=backend, **options)
+    return made.train(module.training)
 
 
 def _check_options(precision: Any, backend: Any) -> None:
@@ -243,7 +227,7 @@ def _gated_activation(module: torch.nn.Module) -> str | None:
     if any(type(each) is not torch.nn.Parameter or each.dtype not in DTYPES for each in (gate_up, down)):
         return None
     shapes = tuple(gate_up.shape), tuple(down.shape)
-    if not _fit(*shapes) or shapes[0][2] != shapes[1][1] or not 1 <= shapes[0][0] <= MOST_GROUPS:
+    if not _fit(*shapes) or shapes[0][2] != shapes[1][1] or not 1 <= shapes[0][0] <= MOST_GROUPS or 0 in shapes[0]:
         return None
     if module._buffers or any(replacing.is_altered(each) for each in (module, *module.children())):
         return None

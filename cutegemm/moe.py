@@ -117,7 +117,7 @@ def moe(
             made: torch.Tensor = torch.ops.cutegemm.moe(x, experts, weights, w_gate_up, w_down, *settings)
             return made
         return unrecorded(x, experts, weights, w_gate_up, w_down, settings, tell)
-    tokens, chosen, scales = _by_tokens(x, experts, weights)
+    tokens, chosen, scales = by_tokens(x, experts, weights)
     scales = scales.masked_fill(chosen != chosen.clamp(0, groups - 1), 0)
     operands = tokens, _stacked(w_gate_up), w_down
     if beyond:
@@ -135,7 +135,7 @@ def unrecorded(
 
     tell: whether to tell the C++ part how it is launched.
     """
-    tokens, chosen, scales = _by_tokens(x, experts, weights)
+    tokens, chosen, scales = by_tokens(x, experts, weights)
     operands = tokens, _stacked(w_gate_up), w_down
     route = routing.route(chosen, scales.detach(), w_gate_up.shape[0], settings.backend)
     result: torch.Tensor = settings.composed(route, *operands, scales)
@@ -146,7 +146,7 @@ def unrecorded(
     return result.view(*x.shape[:-1], w_down.shape[1])
 
 
-def _by_tokens(*tensors: torch.Tensor) -> list[torch.Tensor]:
+def by_tokens(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """The tensors with their leading dimensions merged."""
     # Not shape.numel(), which makes a symbolic size a number; nor -1, which an empty tensor does not say.
     return [each.reshape(math.prod(each.shape[:-1]), each.shape[-1]) for each in tensors]
@@ -246,7 +246,7 @@ class Settings(NamedTuple):
             return torch.empty(shape, dtype=kind, device=x.device)
 
         ends, places, rows = (like(torch.int32, extent) for extent in (count, slots, slots))
-        text = _programs(self.activation, weights.dtype, x.dtype, (False, False))[0]
+        text = programs_of(self.activation, weights.dtype, x.dtype, (False, False))[0]
         by = self.precision, self.backend
         hidden = grouped.launch_of(
             x, gate_up.mT, Sizes(ends, None, rows, None), program_of(text), (like(weights.dtype, slots, 1),), *by,
@@ -261,7 +261,7 @@ class Settings(NamedTuple):
 
     def composed(self, route: Routing, x: Any, gate_up: Any, down: Any, weights: Any) -> Any:
         """The mixture by calls that know every order of derivative."""
-        text = _programs(self.activation, weights.dtype, x.dtype, (False, False))[0]
+        text = programs_of(self.activation, weights.dtype, x.dtype, (False, False))[0]
         weight = _of_rows(weights, route) if route.weights is None else route.weights
         rows = self.hidden(x, gate_up, weight, route, text)
         return self.combined(rows, down.mT, route, weights.shape[1])
@@ -272,7 +272,7 @@ def _of_rows(weights: torch.Tensor, route: Routing) -> torch.Tensor:
     return weights.reshape(-1, 1).index_select(0, route.places)
 
 
-def _programs(
+def programs_of(
     activation: str, weight: torch.dtype, dtype: torch.dtype, wants: tuple[bool, bool]
 ) -> tuple[str, str, tuple[Source, ...]]:
     """The texts of two programs, and what the second takes.
@@ -283,7 +283,7 @@ def _programs(
     return _texts(activation, weight, dtype, wants)
 
 
-_programs._dynamo_marked_constant = True  # type: ignore[attr-defined]  # dynamo need not look at how programs are made
+programs_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # dynamo need not look at how programs are made
 
 
 @lru_cache(maxsize=64)
@@ -320,7 +320,7 @@ class Mixture(torch.autograd.Function):
         route, settings = Routing(ends, places, rows, weight), Settings(activation, precision, backend)
         needs = ctx.needs_input_grad
         ctx.settings, ctx.wants = settings, (needs[0] or needs[1], needs[3])
-        text = _programs(activation, weights.dtype, x.dtype, ctx.wants)[0]
+        text = programs_of(activation, weights.dtype, x.dtype, ctx.wants)[0]
         results = settings.hidden(x, gate_up, weight, route, text)
         h, gate, up = results if any(ctx.wants) else (results, None, None)
         ctx.save_for_backward(x, gate_up, down, weights, *route, h if needs[2] else None, gate, up)
@@ -354,7 +354,7 @@ def _of_hidden(
     settings: Settings, wants: tuple[bool, bool], dy: Any, down: Any, ends: Any, gate: Any, up: Any, weight: Any
 ) -> tuple[Any, Any]:
     """([dgate, dup] in one buffer, (rows, 2 F); the gradient of each row's weight), None for what is not wanted."""
-    _, text, reads = _programs(settings.activation, weight.dtype, gate.dtype, wants)
+    _, text, reads = programs_of(settings.activation, weight.dtype, gate.dtype, wants)
     count, hidden = gate.shape
     both = gate.new_empty((count, 2 * hidden)) if wants[0] else None
     outs = [] if both is None else [both[:, :hidden], both[:, hidden:]]
@@ -370,19 +370,7 @@ def check(
 ) -> None:
     """Raises TypeError or ValueError naming the argument, what was given and what is accepted."""
     tensors = {"x": x, "experts": experts, "weights": weights, "w_gate_up": w_gate_up, "w_down": w_down}
-    for name, tensor in tensors.items():
-        request.check_type(name, tensor)
-        if tensor.layout != torch.strided or tensor.is_nested:
-            raise TypeError(f"{name}: got a nested tensor, or layout {tensor.layout}; expected a dense (strided) one")
-        if name == "x" and x.device.type not in ("cuda", "cpu"):
-            raise ValueError(f"x: it is on {x.device}, accepted are CUDA and CPU tensors")
-        request.check_device(name, tensor, x.device, "x")
-        if not torch.compiler.is_dynamo_compiling() and tensor.is_neg():
-            raise ValueError(f"{name}: it is a lazily negated view; call .resolve_neg()")
-        if name != "experts" and tensor.dtype not in DTYPES:
-            raise TypeError(f"{name}: got dtype {tensor.dtype}, accepted are {_ACCEPTED}")
-    if experts.dtype != torch.int64 and experts.dtype != torch.int32:
-        raise TypeError(f"experts: got dtype {experts.dtype}, accepted are torch.int64, torch.int32")
+    check_types(tensors)
     if not autocast.is_on(x.device.type):
         for name in ("w_gate_up", "w_down"):
             if tensors[name].dtype != x.dtype:
@@ -391,6 +379,38 @@ def check(
     request.check_precision(precision)
     backends.check_name(backend)
     _check_shapes(x, experts, weights, w_gate_up, w_down)
+
+
+def check_types(tensors: dict[str, Any]) -> None:
+    """Raises TypeError or ValueError unless these are what a mixture takes, on the device of the first; by name, those
+    that are not `experts` of a floating dtype.
+    """
+    first, x = next(iter(tensors.items()))
+    for name, tensor in tensors.items():
+        request.check_type(name, tensor)
+        if tensor.layout != torch.strided or tensor.is_nested:
+            raise TypeError(f"{name}: got a nested tensor, or layout {tensor.layout}; expected a dense (strided) one")
+        if name == first and x.device.type not in ("cuda", "cpu"):
+            raise ValueError(f"{name}: it is on {x.device}, accepted are CUDA and CPU tensors")
+        request.check_device(name, tensor, x.device, first)
+        if not torch.compiler.is_dynamo_compiling() and tensor.is_neg():
+            raise ValueError(f"{name}: it is a lazily negated view; call .resolve_neg()")
+        if name != "experts" and tensor.dtype not in DTYPES:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, accepted are {_ACCEPTED}")
+    experts = tensors["experts"]
+    if experts.dtype != torch.int64 and experts.dtype != torch.int32:
+        raise TypeError(f"experts: got dtype {experts.dtype}, accepted are torch.int64, torch.int32")
+
+
+def check_chosen(first: str, x: Any, experts: Any, weights: Any) -> None:
+    """Raises ValueError unless experts and weights have shapes that fit x, the argument `first`."""
+    if experts.dim() != x.dim() or experts.shape[:-1] != x.shape[:-1] or experts.shape[-1] == 0:
+        raise ValueError(
+            f"experts: got shape {tuple(experts.shape)}, expected that of {first}, {tuple(x.shape)}, with top_k of 1 "
+            "or more in place of its last extent"
+        )
+    if weights.shape != experts.shape:
+        raise ValueError(f"weights: got shape {tuple(weights.shape)}, expected that of experts, {tuple(experts.shape)}")
 
 
 def _check_shapes(x: Any, experts: Any, weights: Any, w_gate_up: Any, w_down: Any) -> None:
@@ -411,10 +431,4 @@ def _check_shapes(x: Any, experts: Any, weights: Any, w_gate_up: Any, w_down: An
             f"w_down: got shape {tuple(w_down.shape)}, expected ({count}, H_out, {hidden}) with w_gate_up of shape "
             f"{tuple(w_gate_up.shape)}"
         )
-    if experts.dim() != x.dim() or experts.shape[:-1] != x.shape[:-1] or experts.shape[-1] == 0:
-        raise ValueError(
-            f"experts: got shape {tuple(experts.shape)}, expected that of x, {tuple(x.shape)}, with top_k of 1 or more "
-            "in place of its last extent"
-        )
-    if weights.shape != experts.shape:
-        raise ValueError(f"weights: got shape {tuple(weights.shape)}, expected that of experts, {tuple(experts.shape)}")
+    check_chosen("x", x, experts, weights)

@@ -1,6 +1,6 @@
-"""`Linear`, `Fp8Linear`, `SwiGLU`, `Fp8SwiGLU` and `MoE`: layers, gated MLPs and a mixture of them by these kernels;
-`replace_linears`, `replace_mlps` and `replace_moe` put them into a model; `compare` tells how far a quantized model is
-from the original.
+"""`Linear`, `Fp8Linear`, `SwiGLU`, `Fp8SwiGLU`, `MoE` and `Fp8MoE`: layers, gated MLPs and mixtures of them by these
+kernels; `replace_linears`, `replace_mlps` and `replace_moe` put them into a model; `compare` tells how far a quantized
+model is from the original.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ import torch
 from cutegemm import replacing
 from cutegemm.comparison import Comparison, LayerError, compare
 from cutegemm.linear import as_rows, linear
-from cutegemm.mixture import MoE, TopKRouter, replace_moe
+from cutegemm.mixture import MoE, replace_moe
 from cutegemm.moe import DTYPES
 from cutegemm.problem import dtypes, request
 from cutegemm.problem.quantization import INPUTS
 from cutegemm.problem.reference import activate
 from cutegemm.pytorch import autocast, mlp
 from cutegemm.pytorch.sharded import is_distributed
-from cutegemm.quantized_linear import FORWARDS, Fp8Linear, Settings, why_not_quantized
+from cutegemm.quantized_linear import FORWARDS, Fp8Linear, check_quantized, why_not_quantized
+from cutegemm.quantized_mixture import Fp8MoE
 from cutegemm.quantized_mlp import Fp8SwiGLU
+from cutegemm.router import TopKRouter
 
 __all__ = [
-    "Comparison", "Fp8Linear", "Fp8SwiGLU", "LayerError", "Linear", "MoE", "SwiGLU", "TopKRouter", "compare",
+    "Comparison", "Fp8Linear", "Fp8MoE", "Fp8SwiGLU", "LayerError", "Linear", "MoE", "SwiGLU", "TopKRouter", "compare",
     "replace_linears", "replace_mlps", "replace_moe",
 ]  # fmt: skip
 
@@ -111,6 +113,7 @@ class Linear(torch.nn.Linear):
             raise TypeError(f"module: {reason}")
         made = cls.__new__(cls)
         made.__dict__.update({name: _own(value) for name, value in module.__dict__.items()})
+        made._compiled_call_impl = None  # of a module compiled in place, which would call the old one
         made._configure(activation, precision, backend, constant_weight)
         for number, hook in made._load_state_dict_pre_hooks.items():
             if getattr(hook, "with_module", False):  # it would be called with the old module, or find that one gone
@@ -162,7 +165,7 @@ def replace_linears(
     replacing.check(model, where)
     replacing.check_options(precision, backend)
     replacing.check_constant("constant_weights", constant_weights)
-    _check_quantized(dtype, scaling, accumulate, precision, backend)
+    check_quantized(dtype, scaling, accumulate, precision, backend)
     made: dict[int, torch.nn.Module] = {}
 
     def is_chosen(name: str, module: torch.nn.Module) -> bool:
@@ -185,35 +188,22 @@ def replace_linears(
         return made[id(module)]
 
     replaced = replacing.replace_modules(model, is_chosen, replacement, "replace_linears")
-    if dtype is not None:
-        _leave_fast_paths(replaced)
+    _leave_fast_paths(replaced)
     return replaced
 
 
-def _check_quantized(dtype: Any, scaling: Any, accumulate: Any, precision: str | None, backend: str) -> None:
-    """Raises TypeError or ValueError for arguments of layers of 8 bits, where there are to be such, and without."""
-    if dtype is not None:
-        Settings.of(dtype, scaling, None, accumulate, backend)
-        if precision is not None:
-            raise ValueError(f"precision: got {precision!r} beside dtype={dtype!r}, which says it; leave one away")
-    elif not request.is_one_of(scaling, ("rows",)):
-        raise ValueError(f"scaling: got {scaling!r} without dtype; pass dtype='fp8' or 'int8', or leave scaling away")
-    elif accumulate is not None:
-        raise ValueError(f"accumulate: got {accumulate!r} without dtype; pass dtype='fp8', or leave accumulate away")
-
-
 def _leave_fast_paths(model: torch.nn.Module) -> None:
-    """Has torch's encoders call their layers; in inference they hand the weights to an operator, which knows no scales.
+    """Has torch's encoders call their layers; in inference they hand the weights to an operator of torch's.
 
     The flags are those by which torch says that an encoder layer's activation, or an encoder, has no such operator.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.TransformerEncoderLayer) and any(
-            isinstance(each, Fp8Linear) for each in module.modules()
+            isinstance(each, Linear | Fp8Linear) for each in module.modules()
         ):
             module.activation_relu_or_gelu = 0
         if isinstance(module, torch.nn.TransformerEncoder) and any(
-            isinstance(each, Fp8Linear) for each in module.layers.modules()
+            isinstance(each, Linear | Fp8Linear) for each in module.layers.modules()
         ):
             module.use_nested_tensor = False
 
@@ -341,7 +331,7 @@ class SwiGLU(torch.nn.Module):
 def _stack_weights(module: torch.nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Makes the entries of a `SwiGLU` of the three weights that Hugging Face's models have."""
     gate, up, down = (f"{prefix}{name}_proj.weight" for name in ("gate", "up", "down"))
-    if gate in state and up in state:
+    if all(isinstance(state.get(name), torch.Tensor) for name in (gate, up)):
         shapes = tuple(state[gate].shape), tuple(state[up].shape)
         if shapes[0] != shapes[1]:  # which, stacked, could fit
             raise ValueError(f"state_dict: got {gate} of shape {shapes[0]} and {up} of shape {shapes[1]}, expected one")
@@ -392,7 +382,7 @@ def replace_mlps(
     replacing.check(model, where)
     replacing.check_options(precision, backend)
     replacing.check_constant("constant_weights", constant_weights)
-    _check_quantized(dtype, scaling, accumulate, precision, backend)
+    check_quantized(dtype, scaling, accumulate, precision, backend)
     tied = replacing.tied(model)
 
     def activation_in(module: torch.nn.Module) -> str | None:
@@ -421,6 +411,9 @@ def _gated_activation(module: torch.nn.Module) -> str | None:
     if any(_why_not(each) is not None or each.bias is not None for each in linears):
         return None
     if any(type(each.weight) is not torch.nn.Parameter for each in linears):
+        return None
+    gate, up, down = (tuple(getattr(module, name).weight.shape) for name in ("gate_proj", "up_proj", "down_proj"))
+    if len(gate) != 2 or gate != up or len(down) != 2 or down[1] != gate[0] or 0 in (*gate, *down):
         return None
     if any(replacing.is_altered(each) for each in (module, *module.children())):
         return None

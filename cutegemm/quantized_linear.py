@@ -107,7 +107,7 @@ class Fp8Linear(torch.nn.Module):
         dtype: torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, or "fp8", "e4m3", "e5m2", "int8".
         scaling: "rows", "tensor" or "blocks", or a pair of them for x and for the weight. Blocks are 1 x 128 of x and
             128 x 128 of the weight.
-        bias_dtype: of the bias; by default torch's default dtype.
+        bias_dtype: of the bias, fp16, bf16 or fp32; by default torch's default dtype, or fp32 where that is another.
         activation, backend: as in `cutegemm.gemm`. accumulate: "promoted" or "fast", as there. The activation may also
             be "swiglu", "geglu", "geglu_tanh" or "reglu", where the rows of the weight are those of gate and then those
             of up: act(gate) * up has out_features / 2 columns. Such a layer has no bias.
@@ -151,13 +151,15 @@ class Fp8Linear(torch.nn.Module):
             raise ValueError(
                 f"out_features: got {out_features}, expected an even number with activation {activation!r}"
             )
+        if bias_dtype is None and torch.get_default_dtype() not in INPUTS:
+            bias_dtype = torch.float32
         linear = torch.nn.Linear(in_features, out_features, bias, device, bias_dtype)
         super().__init__()
         self._fill(linear.weight, linear.bias, settings)
 
     def _fill(self, weight: torch.Tensor, bias: torch.Tensor | None, settings: Settings) -> None:
         """Takes the quantized weight of a linear layer, and its bias."""
-        values, scale = _quantized(weight, settings)
+        values, scale = quantized(weight, settings)
         self._take(values, scale, bias, None, settings)
 
     def _take(
@@ -229,13 +231,7 @@ class Fp8Linear(torch.nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Fp8Linear:
         """Moves as torch.nn.Module does, but leaves the values and scales in their types."""
-
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            result = fn(tensor)
-            own = tensor is self.weight or tensor is self.weight_scale or tensor is self.input_scale
-            return tensor.to(result.device) if own and result.dtype != tensor.dtype else result
-
-        super()._apply(moved, recurse)
+        super()._apply(keeping(fn, (self.weight, self.weight_scale, self.input_scale)), recurse)
         return self
 
     @classmethod
@@ -314,6 +310,17 @@ class Fp8Linear(torch.nn.Module):
         return made
 
 
+def keeping(fn: Callable[[torch.Tensor], torch.Tensor], own: tuple[Any, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`fn` for Module._apply; it leaves the tensors `own` in their types."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        result = fn(tensor)
+        is_own = any(tensor is each for each in own)
+        return tensor.to(result.device) if is_own and result.dtype != tensor.dtype else result
+
+    return moved
+
+
 def why_not_quantized(module: Any) -> str | None:
     """Why `Fp8Linear` cannot stand for this module, or None."""
     if not isinstance(module, torch.nn.Linear):
@@ -325,12 +332,30 @@ def why_not_quantized(module: Any) -> str | None:
             "got a weight that is no parameter: a hook makes it in every call; make it a parameter first "
             "(torch.nn.utils.remove_weight_norm, torch.nn.utils.prune.remove)"
         )
+    if module.weight.dim() != 2 or module.weight.is_neg():
+        what = "a lazily negated view" if module.weight.is_neg() else f"of shape {tuple(module.weight.shape)}"
+        return f"got a weight that is {what}, expected (out_features, in_features) with memory of its own"
+    if module.weight.dtype not in INPUTS:
+        return f"got a weight of {module.weight.dtype}, accepted are {ACCEPTED_INPUTS}"
     return None
 
 
-def _quantized(weight: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, scale) of a weight (N, K) in a floating dtype."""
+def check_quantized(dtype: Any, scaling: Any, accumulate: Any, precision: str | None, backend: str) -> None:
+    """Raises TypeError or ValueError for arguments of layers of 8 bits, where there are to be such, and without."""
+    if dtype is not None:
+        Settings.of(dtype, scaling, None, accumulate, backend)
+        if precision is not None:
+            raise ValueError(f"precision: got {precision!r} beside dtype={dtype!r}, which says it; leave one away")
+    elif not request.is_one_of(scaling, ("rows",)):
+        raise ValueError(f"scaling: got {scaling!r} without dtype; pass dtype='fp8' or 'int8', or leave scaling away")
+    elif accumulate is not None:
+        raise ValueError(f"accumulate: got {accumulate!r} without dtype; pass dtype='fp8', or leave accumulate away")
+
+
+def quantized(weight: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, scale) of a weight (..., N, K) in a floating dtype."""
     weight, scaling = weight.detach(), settings.scaling[1]
+    weight = weight.float() if weight.dtype == torch.float64 else weight
     block = (BLOCK if scaling == "blocks" else 1, BLOCK)
     if weight.is_meta:
         asked = quantization_request.describe(weight, settings.dtype, scaling, -1, block, None)
@@ -362,7 +387,7 @@ def _checked(weight: Any, scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
             f"scale: got shape {tuple(scale.shape)} for a weight of shape {(rows, k)}, accepted are 1 or {rows} "
             f"elements, {(of_rows, of_k)}, for blocks of {BLOCK} x {BLOCK}, and {(rows, of_k)}, for 1 x {BLOCK}"
         )
-    return _padded(weight.detach()), scale
+    return padded(weight.detach()), scale
 
 
 def _scaling_of(values: torch.Tensor, scale: torch.Tensor) -> str:
@@ -370,9 +395,10 @@ def _scaling_of(values: torch.Tensor, scale: torch.Tensor) -> str:
     return "tensor" if scale.dim() == 0 else "rows" if scale.shape[1] == 1 != values.shape[1] else "blocks"
 
 
-def _padded(values: torch.Tensor) -> torch.Tensor:
+def padded(values: torch.Tensor) -> torch.Tensor:
     """The values in rows as TMA reads them; a copy only where they do not lie so."""
-    if values.is_meta or (values.stride(1) == 1 and values.stride(0) % PITCH == 0 and values.data_ptr() % PITCH == 0):
+    apart = values.stride()[:-1]
+    if values.is_meta or (values.stride(-1) == 1 and not any(x % PITCH for x in (*apart, values.data_ptr()))):
         return values
     return new_values(tuple(values.shape), False, values.dtype, values.device).copy_(values)
 
@@ -404,21 +430,22 @@ def _translate(module: Fp8Linear, state: dict[str, Any], prefix: str, *rest: Any
         return found[0] if found else None
 
     weight: Any = state.get(f"{prefix}weight")
+    if weight is not None and not isinstance(weight, torch.Tensor):
+        return  # torch refuses it, by name
     scale, fixed = taken(SCALE_NAMES), taken(INPUT_SCALE_NAMES)
     if weight is not None and scale is None and hasattr(weight, "qdata"):  # torchao's Float8Tensor
         weight, scale = weight.qdata, weight.scale
     if weight is not None and scale is None and weight.dtype not in FORMATS and weight.is_floating_point():
         home = weight if module.weight.is_meta else weight.to(module.weight.device)
-        weight, scale = _quantized(home, module.settings)
+        weight, scale = quantized(home, module.settings)
     elif weight is not None and scale is not None:
         weight, scale = _checked(weight, scale)
     # Torch refuses a weight of another shape, and then the layer must be what it was.
     fits = weight is not None and weight.shape == module.weight.shape
     if fits and scale is not None:
         of_input, *others = module.settings[1:]
-        Settings.of(weight.dtype, (of_input[0], _scaling_of(weight, scale)), *others)
+        module.settings = Settings.of(weight.dtype, (of_input[0], _scaling_of(weight, scale)), *others)
     if fits and scale is not None and weight.dtype != module.weight.dtype:
-        module.settings = module.settings._replace(dtype=weight.dtype)
         module.weight = torch.empty_like(module.weight, dtype=weight.dtype)
     if weight is not None:
         state[f"{prefix}weight"] = weight

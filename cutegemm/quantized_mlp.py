@@ -120,15 +120,15 @@ def _linear(weight: torch.Tensor) -> torch.nn.Linear:
 def _translate(module: Fp8SwiGLU, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Makes the entries of the two layers of those of a `SwiGLU`, and of three weights with or without scales."""
     for ours in ("gate_up", "down"):
-        if f"{prefix}{ours}_weight" in state:
+        if isinstance(state.get(f"{prefix}{ours}_weight"), torch.Tensor):
             weight = state.pop(f"{prefix}{ours}_weight")
             state[f"{prefix}{ours}.weight"] = weight.flatten(0, 1) if weight.dim() == 3 else weight
     names = {name: [key for key in state if key.startswith(f"{prefix}{name}_proj.")] for name in ("gate", "up", "down")}
     for key in names["down"]:
         state[f"{prefix}down.{key.rpartition('.')[2]}"] = state.pop(key)
     gate, up = ({key.rpartition(".")[2]: state[key] for key in names[name]} for name in ("gate", "up"))
-    if "weight" not in gate or "weight" not in up:
-        return
+    if not all(isinstance(each, torch.Tensor) for each in (gate.get("weight"), up.get("weight"))):
+        return  # torch refuses them, by name
     _check_alike("weight", gate["weight"], up["weight"])
     hidden = gate["weight"].shape[0]
     for name in {"weight", *SCALE_NAMES} & {*gate} & {*up}:

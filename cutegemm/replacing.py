@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -30,7 +31,7 @@ def check(model: Any, where: Any, name: str = "model") -> None:
 
 
 def check_constant(name: str, given: Any) -> None:
-    """Raises TypeError unless a promise about weights, the argument `name`, is a bool."""
+    """Raises TypeError unless the argument `name`, say a promise about weights, is a bool."""
     if not isinstance(given, bool):
         raise TypeError(f"{name}: got {type(given).__name__}, accepted are True and False")
 
@@ -151,7 +152,7 @@ def replace_modules(
         (parent, name, child, is_chosen(f"{prefix}.{name}" if prefix else name, child))
         for prefix, parent in model.named_modules(remove_duplicate=True)
         for name, child in parent._modules.items()
-        if child is not None
+        if child is not None and not is_compiled(parent)  # which calls the module that it was made of
     ]
     whole = is_chosen("", model)
     if not whole and not any(chosen for *_, chosen in places):
@@ -209,6 +210,12 @@ def replace_gated(
         return made[id(module)]
 
     return replace_modules(model, is_chosen, replacement, caller, 4)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether it is what `torch.compile(module)` returned. (Dynamo is not imported for that.)"""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
 def is_altered(module: torch.nn.Module) -> bool:

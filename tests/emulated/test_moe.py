@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import cutegemm
+from cutegemm.nn import Fp8MoE
 
 pytest.importorskip("llvmlite")
 pytestmark = pytest.mark.usefixtures("few_sms", "fresh_timing")
@@ -35,3 +36,22 @@ def test_forward_and_backward_by_the_kernels(tokens, top_k, seed):
     for mine, theirs in zip(*found, strict=True):
         assert torch.equal(mine, theirs)
     assert not tokens or found[0][0].abs().max() > 0
+
+
+@pytest.mark.parametrize("scaling", ["rows", "blocks"])
+def test_experts_in_8_bits_by_the_kernels(scaling, seed):
+    """Sums of such integers are exact, and what is quantized in between is the same."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-3, 4, (13, 32), generator=generator).bfloat16()
+    gate_up = torch.randint(-2, 3, (3, 32, 32), generator=generator).bfloat16()
+    down = torch.randint(-2, 3, (3, 32, 16), generator=generator).bfloat16()
+    x[:, 0], gate_up[..., 0], down[..., 0] = 7, 7, 7  # scales that are powers of two, but for the format's own factor
+    experts = torch.rand((13, 3), generator=generator).topk(2).indices
+    experts[experts == 1], experts[0, 1] = 2, -1
+    weights = torch.randint(1, 3, (13, 2), generator=generator).float()
+    found = [
+        Fp8MoE.from_weights(gate_up, down, scaling=scaling, activation="relu", backend=backend)(x, experts, weights)
+        for backend in ("cute", "torch")
+    ]
+    assert found[0].abs().max() > 0
+    torch.testing.assert_close(found[0], found[1], rtol=0.02, atol=0.02 * found[1].abs().max().item())

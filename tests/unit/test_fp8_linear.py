@@ -15,7 +15,7 @@ from torch.nn.utils import prune
 from torch.utils.flop_counter import FlopCounterMode
 
 import cutegemm
-from cutegemm.nn import Fp8Linear, compare, replace_linears
+from cutegemm.nn import Fp8Linear, Fp8SwiGLU, SwiGLU, compare, replace_linears
 from cutegemm.problem.quantization import FORMATS
 
 E4M3 = torch.float8_e4m3fn
@@ -474,3 +474,50 @@ def test_a_bias_that_no_product_takes_is_refused_when_the_layer_is_made(dtype):
         Fp8Linear.from_quantized(layer.weight, layer.weight_scale, bias=torch.ones(24).to(dtype))
     with pytest.raises(TypeError, match=rf"^bias_dtype: got {dtype}, accepted are None, torch\.float16"):
         Fp8Linear(160, 24, bias_dtype=dtype)
+
+
+def test_double_precision(seed):
+    """What is quantized is of fp32 then; a layer of float64 is refused by name."""
+    torch.manual_seed(seed)
+    torch.set_default_dtype(torch.float64)
+    try:
+        drawn = Fp8Linear(9, 7)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert drawn.bias.dtype == torch.float32
+    double, single = torch.nn.Linear(9, 7).double(), Fp8Linear(9, 7)
+    single.load_state_dict(double.state_dict())
+    assert torch.equal(single.weight.float(), Fp8Linear.from_linear(double.float()).weight.float())
+    with pytest.raises(TypeError, match=r"module: got a weight of torch.float64, accepted are"):
+        Fp8Linear.from_linear(double.double())
+
+
+def test_the_text_of_a_layer_follows_its_state(seed):
+    torch.manual_seed(seed)
+    layer = Fp8Linear(260, 200)
+    layer.load_state_dict(Fp8Linear(260, 200, dtype="int8", scaling="blocks").state_dict())
+    assert "dtype=int8, scaling=('rows', 'blocks')" in repr(layer)
+
+
+@pytest.mark.parametrize("entry", [None, [1]])
+def test_an_entry_that_is_no_tensor_is_named_by_torch(entry):
+    for module, name in (
+        (Fp8Linear(4, 4), "weight"),
+        (Fp8SwiGLU(4, 4), "gate_proj.weight"),
+        (SwiGLU(4, 4), "up_proj.weight"),
+    ):
+        state = {"gate_proj.weight": torch.ones(4, 4), "up_proj.weight": torch.ones(4, 4), name: entry}
+        with pytest.raises(RuntimeError, match=f'{name}|"weight"'):
+            module.load_state_dict(state)
+
+
+def test_the_report_looks_into_what_is_wrapped_and_names_what_differs(seed):
+    torch.manual_seed(seed)
+    model, x = torch.nn.Sequential(torch.nn.Linear(32, 24), torch.nn.ReLU(), torch.nn.Linear(24, 7)), torch.randn(6, 32)
+    quantized = replace_linears(copy.deepcopy(model), dtype="fp8")
+    want = compare(model, quantized, x)
+    assert compare(torch.compile(model, backend="eager"), quantized, x) == want
+    assert compare(torch.nn.DataParallel(model), torch.nn.DataParallel(quantized), x) == want
+    other = replace_linears(torch.nn.Sequential(torch.nn.Linear(32, 7)), dtype="fp8")
+    with pytest.raises(ValueError, match=r"quantized: its layer '0' returned shape \(6, 7\), expected .* \(6, 24\)"):
+        compare(model, other, x)

@@ -355,6 +355,10 @@ def test_bad_calls_of_the_module():
         made(X)
     with pytest.raises(ValueError, match="experts, weights: got one of them"):
         made(X, EXPERTS)
+    with pytest.raises(ValueError, match=re.escape("input: got shape (3, 5), expected (..., 8)")):
+        MoE(8, 6, 5, top_k=2)(torch.randn(3, 5))
+    with pytest.raises(TypeError, match="normalize: got str, accepted are True and False"):
+        TopKRouter(8, 5, 2, normalize="no")
     with pytest.raises(TypeError, match=re.escape("router: it returned Tensor, expected (experts, weights)")):
         MoE(8, 6, 5, router=torch.nn.Identity())(X)
     gate_up, down = map(torch.nn.Parameter, (GATE_UP, DOWN.mT))

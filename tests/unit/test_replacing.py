@@ -174,3 +174,66 @@ def test_a_warning_says_that_nothing_was_replaced(replace, taken):
         warnings.simplefilter("error", UserWarning)
         assert type(replace(nn.Sequential(nn.ReLU(), taken()))[1]) is not type(taken())
         assert replace(taken()) is not None
+
+
+def test_a_layer_compiled_in_place_is_the_new_one():
+    layer, x = nn.Linear(8, 8), torch.randn(16, 8)
+    layer.compile(backend="eager")
+    assert (layer(x) < 0).any()
+    assert (Linear.from_linear(layer, activation="relu")(x) >= 0).all()
+    model = replace_linears(nn.Sequential(layer))
+    assert model[0]._compiled_call_impl is None
+    torch.testing.assert_close(model(x), layer(x))
+
+
+@pytest.mark.parametrize("replace", [replace_linears, replace_mlps])
+def test_what_torch_compile_made_calls_what_it_was_made_of(replace):
+    made = nn.Linear(8, 8) if replace is replace_linears else MLP()
+    model, x = nn.Sequential(torch.compile(made, backend="eager")), torch.randn(4, 8)
+    want = model(x)
+    with pytest.warns(UserWarning, match="nothing was replaced"):
+        replace(model, dtype="fp8")
+    assert model[0]._orig_mod is made
+    assert torch.equal(model(x), want)
+    whole = torch.compile(nn.Sequential(made), backend="eager")
+    replace(whole)
+    assert type(whole._orig_mod[0]) is (Linear if replace is replace_linears else SwiGLU)
+
+
+def test_an_encoder_calls_its_layers_in_inference(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        Linear, "forward", lambda self, x: calls.append(1) or nn.functional.linear(x, self.weight, self.bias)
+    )
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    before, x = copy.deepcopy(encoder), torch.randn(2, 3, 8)
+    replace_linears(encoder)
+    with torch.no_grad():
+        torch.testing.assert_close(encoder(x), before(x))
+    assert len(calls) == 4
+
+
+def test_a_weight_that_is_not_there_stays(seed):
+    """As DeepSpeed leaves the weights of ZeRO-3; or a view that torch negates when it is read."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight.data = torch.empty(0)
+    model[2].weight.data = torch.randn(8, 8, dtype=torch.complex64).conj().imag
+    replace_linears(model, dtype="fp8")
+    assert [type(each) for each in model] == [Fp8Linear, nn.Linear, nn.Linear]
+    with pytest.raises(TypeError, match=r"module: got a weight that is of shape \(0,\), expected \(out_features, in_f"):
+        Fp8Linear.from_linear(model[1])
+    with pytest.raises(TypeError, match="module: got a weight that is a lazily negated view"):
+        Fp8Linear.from_linear(model[2])
+
+
+@pytest.mark.parametrize("dtype", [None, "fp8"])
+def test_weights_without_elements_stay(dtype):
+    gone, experts = MLP(), Experts()
+    for each in (*gone.parameters(), *experts.parameters()):
+        each.data = torch.empty(0)
+    empty = Experts()
+    empty.gate_up_proj, empty.down_proj = nn.Parameter(torch.empty(3, 0, 8)), nn.Parameter(torch.empty(3, 8, 0))
+    model = nn.Sequential(gone, experts, empty)
+    replace_mlps(model, dtype=dtype)
+    replace_moe(model, dtype=dtype)
+    assert list(model) == [gone, experts, empty]

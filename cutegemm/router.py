@@ -1,0 +1,76 @@
+"""`TopKRouter`, which chooses among the experts of a mixture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cutegemm import replacing
+from cutegemm.linear import linear
+from cutegemm.problem import request
+from cutegemm.problem.grouped_request import MOST_GROUPS
+from cutegemm.pytorch import sharded
+
+
+class TopKRouter(torch.nn.Module):
+    """Chooses the experts of each token: the top_k largest of softmax(x @ weight^T), which is computed in fp32.
+
+    Parameter: `weight` (num_experts, in_features).
+
+    Args:
+        normalize: whether a token's weights are divided by their sum, as Mixtral and Qwen3-MoE do.
+
+    Raises:
+        TypeError, ValueError: a size is no integer or none that is accepted; top_k is not 1 to num_experts.
+    """
+
+    def __init__(
+        self, in_features: int, num_experts: int, top_k: int, device: Any = None, dtype: Any = None, *,
+        normalize: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        num_experts = replacing.as_size("num_experts", num_experts, 1, MOST_GROUPS)
+        replacing.check_constant("normalize", normalize)
+        self.top_k, self.normalize = replacing.as_size("top_k", top_k, 1, num_experts, ", num_experts"), normalize
+        in_features = replacing.as_size("in_features", in_features)
+        self.weight = torch.nn.Parameter(torch.empty((num_experts, in_features), device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the weight as torch.nn.Linear does."""
+        replacing.draw(self.weight)
+
+    def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """input: (..., in_features). Returns the experts, int64, and their weights, fp32, each (..., top_k)."""
+        request.check_type("input", input)
+        if input.dim() == 0 or input.shape[-1] != self.weight.shape[1]:
+            raise ValueError(f"input: got shape {tuple(input.shape)}, expected (..., {self.weight.shape[1]})")
+        shares = linear(input, self.weight).float().softmax(-1)
+        weights, experts = shares.topk(self.top_k, -1)
+        if sharded.is_distributed(shares):  # of whose topk torch 2.11 has no gradient
+            weights = shares.gather(-1, experts)
+        return experts, weights / weights.sum(-1, keepdim=True) if self.normalize else weights
+
+    def extra_repr(self) -> str:
+        count, columns = self.weight.shape
+        text = f"in_features={columns}, num_experts={count}, top_k={self.top_k}"
+        return text if self.normalize else f"{text}, normalize=False"
+
+
+def choose(router: torch.nn.Module | None, input: Any, experts: Any, weights: Any) -> tuple[Any, Any]:
+    """The experts and weights of a call: those given to it, or what the router says of the input.
+
+    Raises ValueError where they are given apart, or neither is and there is no router; TypeError where the router
+    returns something else.
+    """
+    if experts is None and weights is None and router is not None:
+        found = router(input)
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            what = f"{len(found)} values" if isinstance(found, tuple | list) else type(found).__name__
+            raise TypeError(f"router: it returned {what}, expected (experts, weights)")
+        experts, weights = found
+    if experts is None or weights is None:
+        given = "neither, and this module has no router" if experts is weights else "one of them"
+        raise ValueError(f"experts, weights: got {given}; pass both, or make the module with top_k")
+    return experts, weights

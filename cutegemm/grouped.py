@@ -89,7 +89,7 @@ def grouped_gemm(
             no row of D is not stored, and rows of D that no entry names are not written. Where an entry occurs twice,
             one of the two is stored.
         out_rows: rows of D with `places`; by default T, or those of `out`.
-        bias: (N,), or (G, N): one a group. Any accepted dtype.
+        bias: (N,), or (G, N): one a group, but where groups are columns. Any accepted dtype.
         epilogue: as of `gemm`, for example `ops.swiglu` with weights (G, K, 2 F) for D (T, F). With groups of columns
             columns of the product are not combined, with groups of K there is no gate and up, and results are not
             reduced. `ops.matrix` is the group, row and column are those of the product.
@@ -284,8 +284,13 @@ def _check_bias(bias: Any, a: Any, b: Any, sizes: Any) -> None:
     request.check_device("bias", bias, a.device)
     if bias.dim() not in (1, 2):
         raise ValueError(f"bias: got {bias.dim()} dimensions, accepted are (N,) and (G, N)")
+    if bias.dim() == 2 and a.dim() == 3 and b.dim() == 2:
+        raise ValueError(f"bias: got shape {tuple(bias.shape)}, accepted is (N,) where groups are columns of b")
     groups = sizes.shape[0] if isinstance(sizes, torch.Tensor) and sizes.dim() == 1 else bias.shape[0]
-    if (b.dim() and bias.shape[-1] not in (b.shape[-1], 1)) or (bias.dim() == 2 and bias.shape[0] not in (groups, 1)):
+    # Not `in`: dynamo finds no symbolic size in a tuple.
+    columns, count = bias.shape[-1], bias.shape[0]
+    wide = b.dim() == 0 or columns == 1 or columns == b.shape[-1]
+    if not wide or (bias.dim() == 2 and count != groups and count != 1):
         raise ValueError(
             f"bias: got shape {tuple(bias.shape)}, expected (N,) or (G, N) with b of shape {tuple(b.shape)} and "
             f"{groups} groups"

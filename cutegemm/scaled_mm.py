@@ -71,6 +71,7 @@ def scaled_mm(
             raise TypeError(f"{name}: got dtype {tensor.dtype}, accepted are {accepted}; `gemm` takes others")
         if tensor.dim() != 2:
             raise ValueError(f"{name}: got {tensor.dim()} dimensions, accepted are 2; `gemm` takes batches")
+        request.check_device(name, tensor, mat_a.device, "mat_a")
     if (mat_b.dtype == torch.int8) != (mat_a.dtype == torch.int8):
         raise TypeError(f"mat_b: got dtype {mat_b.dtype}, which does not go with that of mat_a, {mat_a.dtype}")
     if mat_b.shape[0] != mat_a.shape[1]:
@@ -152,7 +153,8 @@ def _scale(side: str, scale: Any, recipe: Any, rows: int, k: int) -> torch.Tenso
         accepted, fits = f"({rows}, {of_k})", shape == (rows, of_k)
     elif recipe == "BlockWise128x128":
         accepted = f"({of_k}, {of_rows})" + (f" or ({padded}, {of_rows})" if padded != of_k else "")
-        fits = shape in ((of_k, of_rows), (padded, of_rows))
+        # Not `in`: dynamo finds no symbolic size in a tuple.
+        fits = len(shape) == 2 and (shape[0] == of_k or shape[0] == padded) and shape[1] == of_rows
         scale = scale[:of_k].t() if fits else scale
     else:
         served = "TensorWise, RowWise, BlockWise1x128, BlockWise128x128"

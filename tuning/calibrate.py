@@ -110,12 +110,17 @@ def read(path: Path, arch: Arch) -> list[Sample]:
         return _from_json(text, arch)
     except ValueError as why:
         raise ValueError(f"{path}: {why}") from None
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(f"{path}: {_NO_TABLE}") from None
 
 
 def read_all(tables: Iterable[Path], unsplit: Iterable[Path], arch: Arch) -> list[Sample]:
     """The samples of all `tables`, and those of `unsplit` that have not K split. Raises as `read`."""
     samples = [sample for path in tables for sample in read(path, arch)]
     return samples + [s for path in unsplit for s in read(path, arch) if not _SPLIT.search(s.config)]
+
+
+_NO_TABLE = "neither a table of winners nor the JSON of tuning.bench or tuning.sweep"
 
 
 def _from_json(text: str, arch: Arch) -> list[Sample]:
@@ -132,7 +137,7 @@ def _from_json(text: str, arch: Arch) -> list[Sample]:
         ]
     if "shapes" in data:
         return [sample for shape in data["shapes"] for sample in read_sweep(shape)]
-    raise ValueError("neither a table of winners nor the JSON of tuning.bench or tuning.sweep")
+    raise ValueError(_NO_TABLE)
 
 
 def read_sweep(shape: Mapping[str, Any]) -> list[Sample]:

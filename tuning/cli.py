@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,11 @@ def parser(
         prog=f"python -m tuning.{name}", description=f"{description.rstrip()}\n\n{also}", epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter if keep_lines else argparse.HelpFormatter,
     )  # fmt: skip
+
+
+def stop_writing() -> None:
+    """After a BrokenPipeError, as by `| head`: whoever reads has seen enough, and Python need not say so as it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def seconds(text: str) -> float:

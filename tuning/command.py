@@ -9,6 +9,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from tuning import cli
+
 TOOLS = {
     "sweep": ("tuning.sweep", "find the fastest configuration of a shape, for gemm to use"),
     "winners": ("tuning.winners", "list, export, import, prune and restamp what was measured"),
@@ -53,7 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in TOOLS:
         print(f"cutegemm: got {name!r}, accepted are {', '.join(TOOLS)}", file=sys.stderr)
         return 2
-    return importlib.import_module(TOOLS[name][0]).main(rest)
+    try:
+        status: int = importlib.import_module(TOOLS[name][0]).main(rest)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        cli.stop_writing()
+        return 1
+    return status
 
 
 def usage() -> str:

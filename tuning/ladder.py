@@ -29,7 +29,9 @@ SMALL = {"fp32": (128, 128, 32), "16bit": (256, 128, 32)}
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns 1 when a rung is wrong."""
     parser = cli.parser("ladder", __doc__.splitlines()[0])
-    parser.add_argument("--ladder", choices=(*LADDERS, "hopper"), default="fp32")
+    names = (*LADDERS, "hopper")
+    parser.add_argument("name", nargs="?", choices=names, help="of the ladder, as --ladder (default fp32)")
+    parser.add_argument("--ladder", choices=names)
     parser.add_argument("--size", type=_sizes, default=None, help="square sizes, e.g. 4096,8192")
     parser.add_argument("--dtype", choices=LADDERS["16bit"], default="bf16", help="operands of the 16-bit ladder")
     parser.add_argument(
@@ -45,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--plot", default=None, metavar="PNG", help="also draw the ladder (needs matplotlib)")
     parser.add_argument("--emulate", action="store_true", help="use the emulator even where there is a GPU")
     options = parser.parse_args(argv)
+    if options.name and options.ladder and options.name != options.ladder:
+        parser.error(f"--ladder: got {options.ladder} beside {options.name}; name one")
+    options.ladder = options.name or options.ladder or "fp32"
     taken = LADDERS.get(options.ladder, (options.dtype,))
     dtype = options.dtype if options.dtype in taken else taken[0]
     if options.ladder == "hopper":

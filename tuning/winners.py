@@ -37,6 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
     store = Winners(options.store)
     try:
         return options.run(store, options)
+    except BrokenPipeError:
+        cli.stop_writing()
+        return 1
     except (ValueError, OSError) as why:
         print(f"{made.prog} {options.command}: {why}", file=sys.stderr)
         return 2

@@ -120,7 +120,7 @@ def _environment_seed() -> int:
 
 def seed_of(name: str, text: str) -> int:
     """The seed in the setting of that name. Raises ValueError for what is none."""
-    if not text.isdecimal() or int(text) >= 2**63:
+    if not (text.isascii() and text.isdecimal()) or int(text) >= 2**63:
         raise ValueError(f"{name}: got {text!r}, accepted is a number of at least 0 and below 2^63")
     return int(text)
 

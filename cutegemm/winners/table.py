@@ -66,8 +66,9 @@ def load_each(text: str, origin: str = "imported") -> tuple[dict[int, Measuremen
     known = (*_REQUIRED, *_OPTIONAL)
     strange = [name for name in columns if name not in known or columns.count(name) > 1]
     if strange or any(name not in columns for name in _REQUIRED):
-        got = shown(columns)
-        raise ValueError(f"columns: got {got}; needed are {', '.join(_REQUIRED)}, known too {', '.join(_OPTIONAL)}")
+        missing = [name for name in _REQUIRED if name not in columns]
+        wrong = f"got {shown(strange[0])}, unknown or there twice" if strange else f"{', '.join(missing)} missing"
+        raise ValueError(f"columns: {wrong}; needed are {', '.join(_REQUIRED)}, known too {', '.join(_OPTIONAL)}")
     found: dict[int, Measurement] = {}
     refused: dict[int, str] = {}
     for number, values in enumerate(rows, 1):

@@ -322,6 +322,17 @@ def test_files_that_are_no_tables(tmp_path):
     broken.write_text("{")
     with pytest.raises(ValueError, match=r"broken\.json: "):
         calibrate.read(broken, H200)
+    rows = (
+        "3",
+        "[3]",
+        '{"a": 1}',
+        '[{"config": "sm90/x", "us": 3}]',
+        '[{"problem": "x", "backend": "y", "config": "z", "us": "3"}]',
+    )
+    for text in ('{"shapes": [{}]}', '{"shapes": 3}', *(f'{{"results": {each}}}' for each in rows)):
+        broken.write_text(text)
+        with pytest.raises(ValueError, match=r"broken\.json: "):
+            calibrate.read(broken, H200)
 
 
 def test_the_kept_times_can_be_fitted_again():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -136,3 +138,22 @@ def test_explain_without_a_gpu(capsys):
     assert "nonsense" in capsys.readouterr().err
     assert explain.main(["--shapes", "64", "--gpu", "no such"]) == 2
     assert "explain: --gpu: got 'no such', accepted are A100," in capsys.readouterr().err
+
+
+def test_whoever_reads_may_stop():
+    """As `cutegemm winners list | head -1` does."""
+    code = "import sys; from tuning import command; sys.exit(command.main(['winners', 'list']))"
+    done = subprocess.run(
+        f'{sys.executable} -c "{code}" | head -1', shell=True, capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout.count("\n") == 1
+    assert done.stderr == ""
+
+
+def test_a_ladder_by_name(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["ladder", "hopper", "--ladder", "16bit"])
+    assert "--ladder: got 16bit beside hopper; name one" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main(["ladder", "32bit"])
+    assert "invalid choice: '32bit'" in capsys.readouterr().err

@@ -304,3 +304,29 @@ def test_precisions_that_groups_do_not_take_are_not_offered():
         cutegemm.grouped_gemm(a, b, ends, precision="bf16x6")
     with pytest.raises(cutegemm.UnsupportedError, match="fp32 as tf32, e4m3"):
         cutegemm.grouped_gemm(a, b, ends, backend="cute")
+
+
+def test_a_bias_of_groups_of_columns_has_none_for_each():
+    a, b, ends = torch.randn(3, 6, 32), torch.randn(32, 6), torch.tensor([2, 2, 6], dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match=r"^bias: got shape \(3, 6\), accepted is \(N,\) where groups are columns of b$"
+    ):
+        cutegemm.grouped_gemm(a, b, ends, bias=torch.ones(3, 6))
+    found = cutegemm.grouped_gemm(a, b, ends, bias=torch.arange(6.0))
+    torch.testing.assert_close(found, cutegemm.grouped_gemm(a, b, ends) + torch.arange(6.0))
+
+
+def test_open_sizes_with_a_bias_in_a_graph():
+    """Dynamo finds no symbolic size by `in`."""
+    w, ends, bias = (
+        torch.randn(3, 32, 24),
+        torch.tensor([2, 2, 6], dtype=torch.int32),
+        torch.nn.Parameter(torch.ones(3, 24)),
+    )
+
+    def product(x, w):
+        return cutegemm.grouped_gemm(x, w, ends, bias=bias)
+
+    compiled = torch.compile(product, fullgraph=True, backend="aot_eager", dynamic=True)
+    x = torch.randn(6, 32)
+    torch.testing.assert_close(compiled(x, w), product(x, w))

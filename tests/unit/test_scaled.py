@@ -422,3 +422,27 @@ def test_torch_products_whose_dtypes_are_decided_are_not_cast_by_autocast(seed):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for got, each in zip(calls(), want, strict=True):
             assert torch.equal(got, each)
+
+
+def test_scaled_mm_with_blocks_and_open_sizes_in_a_graph():
+    """Dynamo finds no symbolic size by `in`."""
+    values, scale = cutegemm.quantize(torch.randn(260, 300), torch.float8_e4m3fn, "blocks", block=(128, 128))
+    scale = torch.nn.Parameter(scale.t().contiguous(), requires_grad=False)
+
+    def product(x):
+        mine, of_mine = cutegemm.quantize(x, torch.float8_e4m3fn, "blocks")
+        return cutegemm.scaled_mm(mine, values.t(), of_mine, "BlockWise1x128", scale, "BlockWise128x128")
+
+    x = torch.randn(6, 300)
+    compiled = torch.compile(product, fullgraph=True, backend="aot_eager", dynamic=True)
+    torch.testing.assert_close(compiled(x), product(x))
+
+
+def test_scaled_mm_names_the_matrix_on_another_device():
+    a, one = torch.ones(4, 16).to(torch.float8_e4m3fn), torch.ones(1)
+    for mine, theirs, message in (
+        (a.to("meta"), a.t(), "mat_b: it is on cpu, expected the device of mat_a, meta"),
+        (a, a.t().to("meta"), "mat_b: it is on meta, expected the device of mat_a, cpu"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            cutegemm.scaled_mm(mine, theirs, one, "TensorWise", one, "TensorWise")

@@ -389,3 +389,19 @@ def test_a_file_that_is_no_table_is_refused(store, text, why, tmp_path, capsys):
     assert why in said.err
     assert said.err.count("\n") == 1
     assert len(said.err) < 400
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda names: [*names, "origin"], "columns: got 'origin', unknown or there twice; needed are gpu, "),
+        (lambda names: [*names, names[0]], "columns: got 'gpu', unknown or there twice"),
+        (lambda names: names[1:], "columns: gpu missing; needed are gpu, "),
+    ],
+)
+def test_a_wrong_column_is_named(store, change, why, tmp_path, capsys):
+    file = tmp_path / "table.json"
+    names = ["gpu", "sm_count", "problem", "backend", "config", "fingerprint", "seconds", "verdict"]
+    file.write_text(json.dumps({"format": winners_table.FORMAT, "columns": change(names), "rows": []}))
+    assert command.main(["import", str(file)]) == 2
+    assert why in capsys.readouterr().err

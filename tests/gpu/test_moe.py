@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import cutegemm
+from cutegemm.nn import Fp8MoE
 from cutegemm.run import routing
 from tests.mixtures import agree, drawn, exact, leaves
 
@@ -112,3 +113,30 @@ def test_a_model_whose_router_is_ours(seed):
     made = cutegemm.nn.MoE(64, 32, 8, 2, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(3, 50, 64, device="cuda").bfloat16()
     agree(made(x), exact(x, *made.router(x), made.gate_up_proj, made.down_proj), 0.03)
+
+
+@pytest.mark.parametrize("scaling", ["rows", "blocks", "tensor"])
+@pytest.mark.parametrize("dtype", ["e4m3", "int8"])
+def test_experts_in_8_bits(dtype, scaling, seed):
+    """As torch computes them; captured, with other experts in the replay, and without waiting for the GPU."""
+    x, experts, weights, gate_up, down = (
+        each.detach() for each in drawn((300,), 2, 8, 256, 144, 272, torch.bfloat16, seed, "cuda")
+    )
+    made, plain = (
+        Fp8MoE.from_weights(gate_up / 16, down / 12, dtype, scaling=scaling, backend=backend)
+        for backend in ("cute", "torch")
+    )
+    want = plain(x, experts, weights)
+    agree(made(x, experts, weights), want, 0.03)  # a hidden number may be rounded to its neighbour in 8 bits
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = made(x, experts, weights)
+    for _ in range(3):
+        experts.copy_(torch.rand((300, 8), device="cuda").topk(2).indices)
+        graph.replay()
+        agree(found, plain(x, experts, weights), 0.03)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        made(x, experts, weights)
+    finally:
+        torch.cuda.set_sync_debug_mode(0)

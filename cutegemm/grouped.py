@@ -284,7 +284,7 @@ def _check_bias(bias: Any, a: Any, b: Any, sizes: Any) -> None:
     request.check_device("bias", bias, a.device)
     if bias.dim() not in (1, 2):
         raise ValueError(f"bias: got {bias.dim()} dimensions, accepted are (N,) and (G, N)")
-    if bias.dim() == 2 and a.dim() == 3 and b.dim() == 2:
+    if bias.dim() == 2 and a.dim() == 3 and b.dim() == 2 and bias.shape[0] != 1 and bias.shape[1] != 1:
         raise ValueError(f"bias: got shape {tuple(bias.shape)}, accepted is (N,) where groups are columns of b")
     groups = sizes.shape[0] if isinstance(sizes, torch.Tensor) and sizes.dim() == 1 else bias.shape[0]
     # Not `in`: dynamo finds no symbolic size in a tuple.

@@ -188,8 +188,11 @@ def replace_moe(
         if type(module) is not MoE:
             return _gated_activation(module)
         parts = module.gate_up_proj, module.down_proj
-        unlike = replacing.is_altered(module) or any(replacing.computes_itself(x) or is_distributed(x) for x in parts)
-        return None if unlike else module.activation
+        unlike = replacing.is_altered(module) or any(
+            replacing.computes_itself(x) or is_distributed(x) or x.dtype not in DTYPES or not x.numel() or x.is_neg()
+            for x in parts
+        )
+        return None if unlike or not _fit(*(tuple(x.shape) for x in parts)) else module.activation
 
     def replaced(module: Any, activation: str, _: str | None, backend: str) -> torch.nn.Module:
         return _in_8_bits(module, activation, backend, options)
@@ -205,7 +208,8 @@ def _in_8_bits(module: Any, activation: str, backend: str, options: dict[str, An
     router = module.router if own else None
     weights = module.gate_up_proj.detach(), module.down_proj.detach()
     made = Fp8MoE.from_weights(*weights, router=router, activation=activation, backend=backend, **options)
-    return made.train(module.training)
+    made.training = module.training  # alone: a router has its own
+    return made
 
 
 def _check_options(precision: Any, backend: Any) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,8 +41,10 @@ class Fp8MoE(torch.nn.Module):
 
     Buffers, which are what state_dict has: `gate_up_proj` (num_experts, 2 * hidden_features, in_features), the rows of
     gate first, and `down_proj` (num_experts, out_features, hidden_features), fp8 or int8; `gate_up_proj_scale` and
-    `down_proj_scale`, fp32, each () or (num_experts, rows, 1) or (num_experts, ceil(rows / 128), ceil(columns / 128)).
-    `.to(dtype)`, `.half()` and the like leave them in their types. With `top_k`, also `router.weight`.
+    `down_proj_scale`, fp32, each (), one for all experts, or (num_experts, rows, 1), or (num_experts, ceil(rows / 128),
+    ceil(columns / 128)).
+    `.to(dtype)`, `.half()` and the like leave them in their types, and convert `router.weight`, which there is with
+    `top_k`: made in torch's default dtype, or in fp32 where that is another than fp16, bf16 and fp32.
 
     `load_state_dict` takes such a state, that of a `MoE`, whose weights it quantizes, and quantized weights whose
     scales are named `gate_up_proj_scale_inv` and `down_proj_scale_inv`, as Hugging Face names them.
@@ -84,7 +86,8 @@ class Fp8MoE(torch.nn.Module):
         if top_k is not None:
             if router is not None:
                 raise ValueError(f"top_k: got {top_k} beside a router, which says it; leave one away")
-            router = TopKRouter(in_features, num_experts, top_k, device=device)
+            dtype_of = torch.get_default_dtype() if torch.get_default_dtype() in INPUTS else torch.float32
+            router = TopKRouter(in_features, num_experts, top_k, device, dtype_of)
         num_experts = replacing.as_size("num_experts", num_experts, 1, MOST_GROUPS)
         in_features = replacing.as_size("in_features", in_features)
         hidden_features = replacing.as_size("hidden_features", hidden_features)
@@ -100,6 +103,7 @@ class Fp8MoE(torch.nn.Module):
     def _take(
         self, pairs: list[tuple[torch.Tensor, torch.Tensor]], router: Any, activation: str, settings: Settings
     ) -> None:
+        self._kinds = dict.fromkeys(NAMES, settings.scaling[1])  # which of the scales' shapes alone do not always say
         if router is not None and not isinstance(router, torch.nn.Module):
             raise TypeError(f"router: got {type(router).__name__}, expected a torch.nn.Module or None")
         for name, (values, scale) in zip(NAMES, pairs, strict=True):
@@ -157,14 +161,15 @@ class Fp8MoE(torch.nn.Module):
         settings = self.settings
         values, scale = quantize(x, settings.dtype, settings.scaling[0])
         weight, of_weight = getattr(self, name), getattr(self, f"{name}_scale")
+        kinds = settings.scaling[0], self._kinds[name]
         of_weight = of_weight.mT if of_weight.dim() else of_weight
         options: dict[str, Any] = {"precision": settings.how.precision, "backend": settings.backend, "config": None}
         if torch.compiler.is_dynamo_compiling():
-            given = grouped_scaled.Scaling(scale, of_weight, settings.scaling)
+            given = grouped_scaled.Scaling(scale, of_weight, kinds)
             return grouped_scaled.by_operator(values, weight.mT, sizes, text, operands, given, None, x.dtype, options)
         return grouped_gemm(
             values, weight.mT, sizes.offsets, rows=sizes.rows, places=sizes.places, epilogue=program_of(text),
-            operands=operands, out_dtype=x.dtype, scale_a=scale, scale_b=of_weight, scaling=settings.scaling, **options,
+            operands=operands, out_dtype=x.dtype, scale_a=scale, scale_b=of_weight, scaling=kinds, **options,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
@@ -172,7 +177,9 @@ class Fp8MoE(torch.nn.Module):
         scaling = settings.scaling[0] if settings.scaling[0] == settings.scaling[1] else settings.scaling
         text = f"in_features={self.gate_up_proj.shape[-1]}, hidden_features={hidden}, num_experts={count}"
         text += f", out_features={rows}, activation={self.activation!r}"
-        return f"{text}, dtype={FORMATS[settings.dtype].name}, scaling={scaling!r}"
+        text += f", dtype={FORMATS[settings.dtype].name}, scaling={scaling!r}"
+        text += "" if settings.accumulate is None else f", accumulate={settings.accumulate!r}"
+        return text if settings.backend == "auto" else f"{text}, backend={settings.backend!r}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Fp8MoE:
         """Moves as torch.nn.Module does, but leaves the values and scales in their types."""
@@ -204,6 +211,7 @@ class Fp8MoE(torch.nn.Module):
                 raise TypeError(f"{name}: got {got}, accepted are tensors of {ACCEPTED_INPUTS}")
         _check_shapes(gate_up, down)
         settings = Settings.of(dtype, scaling, None, accumulate, backend)
+        request.check_device("down", down, gate_up.device, "gate_up")
         with torch.no_grad():
             return cls._made([quantized(weight, settings) for weight in (gate_up, down)], router, activation, settings)
 
@@ -225,24 +233,27 @@ class Fp8MoE(torch.nn.Module):
 
         Args:
             gate_up_scale, down_scale: what the weights are multiplied by, any floating dtype: one element; one for each
-                expert, E elements; (E, rows) or (E, rows, 1); (E, ceil(rows / 128), ceil(columns / 128)). Both alike.
+                expert, E elements, which become those of rows; (E, rows) or (E, rows, 1); (E, ceil(rows / 128),
+                ceil(columns / 128)) or (E, rows, ceil(columns / 128)). Both alike.
             scaling: of x and of the hidden layer; by default as the weights': "tensor", "rows" or "blocks".
 
         Raises TypeError or ValueError naming the argument.
         """
-        pairs = [
-            (weight, _checked(name, weight, scale))
-            for name, weight, scale in (("gate_up", gate_up, gate_up_scale), ("down", down, down_scale))
-        ]
+        given = (("gate_up", gate_up, gate_up_scale), ("down", down, down_scale))
+        forms = [_forms(*each) for each in given]
         _check_shapes(gate_up, down)
-        kinds = [_scaling_of(scale, weight) for weight, scale in pairs]
-        if gate_up.dtype != down.dtype or kinds[0] != kinds[1]:
+        kind = next((kind for kind in forms[0] if kind in forms[1]), None)
+        if kind is None or (gate_up.dtype == torch.int8) != (down.dtype == torch.int8):
+            kinds = [next(iter(each)) for each in forms]
             raise ValueError(
                 f"down: got {down.dtype} with scales of {kinds[1]}, expected those of gate_up, {gate_up.dtype} with "
                 f"scales of {kinds[0]}"
             )
-        settings = Settings.of(gate_up.dtype, (scaling or kinds[0], kinds[0]), None, accumulate, backend)
-        return cls._made([(padded(weight.detach()), scale) for weight, scale in pairs], router, activation, settings)
+        request.check_device("down", down, gate_up.device, "gate_up")
+        of_input = kind if scaling is None else scaling
+        settings = Settings.of(gate_up.dtype, (of_input, kind), None, accumulate, backend)
+        pairs = [(padded(weight.detach()), each[kind]) for (_, weight, _), each in zip(given, forms, strict=True)]
+        return cls._made(pairs, router, activation, settings)
 
     @classmethod
     def _made(
@@ -265,68 +276,107 @@ def _check_shapes(gate_up: torch.Tensor, down: torch.Tensor) -> None:
         raise ValueError(f"gate_up: got {shapes[0][0]} experts, accepted are 1 to {MOST_GROUPS}")
 
 
-def _checked(name: str, weight: Any, scale: Any) -> torch.Tensor:
-    """The scales of a quantized weight as the module keeps them: of one matrix, of rows, or of blocks."""
+def _forms(name: str, weight: Any, scale: Any) -> dict[str, torch.Tensor]:
+    """What the scales of a quantized weight may be by their shape, the likeliest kind first: "tensor", (), one for all
+    experts; "blocks", (E, blocks, blocks) or (E, rows, blocks); "rows", (E, rows, 1).
+    """
     if not isinstance(weight, torch.Tensor) or weight.dtype not in FORMATS or weight.dim() != 3:
         got = f"{weight.dtype} of shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) else type(weight)
         raise TypeError(f"{name}: got {got}, accepted are three dimensions of {ACCEPTED}")
     if not isinstance(scale, torch.Tensor) or not scale.is_floating_point():
         raise TypeError(f"{name}_scale: got {request.shown(scale)}, expected a tensor of a floating dtype")
+    if scale.is_meta and not weight.is_meta:
+        raise ValueError(f"{name}_scale: it is on meta, expected the device of {name}, {weight.device}")
     scale = scale.detach().to(device=weight.device, dtype=torch.float32)
-    count, rows, columns = weight.shape
-    blocks = (count, -(-rows // BLOCK), -(-columns // BLOCK))
+    (count, rows, columns), shape = weight.shape, tuple(scale.shape)
+    of_rows, of_columns = -(-rows // BLOCK), -(-columns // BLOCK)
+    found: dict[str, torch.Tensor] = {}
     if scale.numel() == 1:
-        return scale.reshape(())
-    if tuple(scale.shape) == blocks and blocks[1:] != (1, 1):
-        return scale
-    if tuple(scale.shape) in ((count, rows), (count, rows, 1)):
-        return scale.reshape(count, rows, 1)
-    if tuple(scale.shape) in ((count,), (count, 1), (count, 1, 1)):
-        return scale.reshape(count, 1, 1).expand(count, rows, 1).contiguous()
-    raise ValueError(
-        f"{name}_scale: got shape {tuple(scale.shape)} for a weight of shape {tuple(weight.shape)}, accepted are 1 or "
-        f"{count} elements, {(count, rows)}, {(count, rows, 1)} and {blocks}, for blocks of {BLOCK} x {BLOCK}"
-    )
+        found["tensor"] = scale.reshape(())
+    if shape == (count, of_rows, of_columns) or (shape == (count, rows, of_columns) and of_columns > 1):
+        found["blocks"] = scale
+    if shape in ((count, rows), (count, rows, 1)):
+        found["rows"] = scale.reshape(count, rows, 1)
+    elif shape in ((count,), (count, 1), (count, 1, 1)):
+        found["rows"] = scale.reshape(count, 1, 1).expand(count, rows, 1).contiguous()
+    if not found:
+        raise ValueError(
+            f"{name}_scale: got shape {shape} for a weight of shape {tuple(weight.shape)}, accepted are 1 or {count} "
+            f"elements, {(count, rows)}, {(count, rows, 1)}, {(count, of_rows, of_columns)}, for blocks of {BLOCK} x "
+            f"{BLOCK}, and {(count, rows, of_columns)}, for 1 x {BLOCK}"
+        )
+    return found
 
 
-def _scaling_of(scale: torch.Tensor, weight: torch.Tensor) -> str:
-    """Which scales those of `_checked` are."""
-    if scale.dim() == 0:
-        return "tensor"
-    return "rows" if tuple(scale.shape) == (*weight.shape[:2], 1) else "blocks"
+class _Loaded(NamedTuple):
+    """A weight of a state, and what its scales may be; `Fp8MoE` takes the first of them that suits."""
+
+    weight: torch.Tensor
+    forms: dict[str, torch.Tensor]
 
 
 def _translate(module: Fp8MoE, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Makes the entries of an `Fp8MoE` of those of a `MoE` and of Hugging Face's, and room for other scales."""
+    """Makes the entries of an `Fp8MoE` of those of a `MoE` and of Hugging Face's, and room for other scales. Raises
+    TypeError, ValueError or RuntimeError for what does not fit, and then the module is what it was.
+    """
+    found: dict[str, _Loaded] = {}
     for name in NAMES:
-        own: torch.Tensor = getattr(module, name)
-        keys = [f"{prefix}{name}{ending}" for ending in SCALE_ENDINGS if f"{prefix}{name}{ending}" in state]
-        weight, scales = state.get(f"{prefix}{name}"), [state.pop(key) for key in keys]
-        if not isinstance(weight, torch.Tensor):
-            if scales:  # torch then says what is wrong with the weight
-                state[f"{prefix}{name}_scale"] = scales[0]
-            continue
-        weight = weight.flatten(1, 2) if weight.dim() == 4 else weight
-        if not scales and weight.dtype not in FORMATS and weight.is_floating_point():
-            home = weight if own.is_meta else weight.to(own.device)
-            weight, scale = quantized(home, module.settings)
-        elif scales and weight.dtype in FORMATS and weight.dim() == 3:
-            weight, scale = padded(weight), _checked(name, weight, scales[0])
-        else:  # torch says what is missing
-            state |= {f"{prefix}{name}_scale": each for each in scales}
-            continue
-        state[f"{prefix}{name}"], state[f"{prefix}{name}_scale"] = weight, scale
-        # Torch refuses a weight of another shape, and then the module must be what it was.
-        if weight.shape == own.shape:
-            _make_room(module, name, weight, scale)
+        scales = [state.pop(key) for end in SCALE_ENDINGS if (key := f"{prefix}{name}{end}") in state]
+        loaded = _loaded(module, name, state.get(f"{prefix}{name}"), scales)
+        if loaded is not None:
+            found[name] = loaded
+        elif scales:
+            state[f"{prefix}{name}_scale"] = scales[0]
+    for name, (weight, _) in found.items():  # before torch copies the weight that fits
+        shapes = tuple(weight.shape), tuple(getattr(module, name).shape)
+        if shapes[0] != shapes[1]:
+            raise RuntimeError(
+                f"state_dict: size mismatch for {prefix}{name}: got shape {shapes[0]}, expected {shapes[1]}"
+            )
+    dtypes = {name: found[name].weight.dtype if name in found else getattr(module, name).dtype for name in NAMES}
+    if len({dtype == torch.int8 for dtype in dtypes.values()}) > 1:
+        given = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise ValueError(f"state_dict: got {given}; accepted are two weights of fp8, or two of int8")
+    kinds = dict(module._kinds)
+    for name, (weight, forms) in found.items():
+        other = found.get(NAMES[1 - NAMES.index(name)])
+        own = module._kinds[name]
+        if not (own in forms and forms[own].shape == getattr(module, f"{name}_scale").shape):
+            own = next((kind for kind in forms if other and kind in other.forms), next(iter(forms)))
+        kinds[name] = own
+        state[f"{prefix}{name}"], state[f"{prefix}{name}_scale"] = weight, forms[own]
+    _make_room(module, found, kinds)
 
 
-def _make_room(module: Fp8MoE, name: str, weight: torch.Tensor, scale: torch.Tensor) -> None:
-    """For a weight of another dtype, and scales of another kind, than the module has."""
-    own, of_own = getattr(module, name), getattr(module, f"{name}_scale")
-    of_input, *others = module.settings[1:]
-    module.settings = Settings.of(weight.dtype, (of_input[0], _scaling_of(scale, weight)), *others)
+def _loaded(module: Fp8MoE, name: str, weight: Any, scales: list[Any]) -> _Loaded | None:
+    """A weight of a state, quantized if it was not; None for what torch is to refuse by name."""
+    if not isinstance(weight, torch.Tensor):
+        return None
+    own: torch.Tensor = getattr(module, name)
+    weight = weight.flatten(1, 2) if weight.dim() == 4 else weight
+    if scales:
+        forms = _forms(name, weight, scales[0])
+        return _Loaded(padded(weight), forms)
+    if weight.is_floating_point() and weight.dtype not in FORMATS:
+        home = weight if own.is_meta else weight.to(own.device)
+        values, scale = quantized(home, module.settings)
+        return _Loaded(values, {module.settings.scaling[1]: scale})
     if weight.dtype != own.dtype:
-        setattr(module, name, torch.empty_like(own, dtype=weight.dtype))
-    if scale.shape != of_own.shape:
-        setattr(module, f"{name}_scale", torch.empty(scale.shape, dtype=torch.float32, device=of_own.device))
+        raise TypeError(f"{name}: got {weight.dtype} without its scales, which the module's {own.dtype} has")
+    return None
+
+
+def _make_room(module: Fp8MoE, found: dict[str, _Loaded], kinds: dict[str, str]) -> None:
+    """For weights of another dtype, and scales of another kind, than the module has."""
+    for name, (weight, forms) in found.items():
+        own, of_own, scale = getattr(module, name), getattr(module, f"{name}_scale"), forms[kinds[name]]
+        if weight.dtype != own.dtype:
+            setattr(module, name, torch.empty_like(own, dtype=weight.dtype))
+        if scale.shape != of_own.shape:
+            setattr(module, f"{name}_scale", torch.empty(scale.shape, dtype=torch.float32, device=of_own.device))
+    of_input, *others = module.settings[1:]
+    dtype = module.settings.dtype
+    if dtype not in (each := [getattr(module, name).dtype for name in NAMES]):
+        dtype = each[0]
+    module.settings = Settings.of(dtype, (of_input[0], kinds[NAMES[0]]), *others)
+    module._kinds = kinds

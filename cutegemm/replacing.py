@@ -145,7 +145,7 @@ def replace_modules(
 ) -> torch.nn.Module:
     """Puts replacement(module) in the place of every module that is chosen, in place; returns what stands for `model`
     itself. `is_chosen` is called for every place of a module that stands in several, and for all modules before the
-    first one is replaced. Where none is chosen it warns in the name of `caller`, a function of `cutegemm.nn` whose
+    first one is replaced. Where none is replaced it warns in the name of `caller`, a function of `cutegemm.nn` whose
     caller is `depth` calls away.
     """
     places = [
@@ -154,17 +154,23 @@ def replace_modules(
         for name, child in parent._modules.items()
         if child is not None and not is_compiled(parent)  # which calls the module that it was made of
     ]
-    whole = is_chosen("", model)
-    if not whole and not any(chosen for *_, chosen in places):
+    whole, is_replaced = is_chosen("", model), False
+    todo = [(parent, name, child) for parent, name, child, chosen in reversed(places) if chosen]
+    del places
+    while todo:  # one after the other, so that the memory of what was replaced is free for the next one
+        parent, name, child = todo.pop()
+        made = replacement(child)
+        is_replaced = is_replaced or made is not child
+        setattr(parent, name, made)
+        del child
+    result = replacement(model) if whole else model
+    if not is_replaced and result is model:
         warnings.warn(
             f"{caller}: nothing was replaced: it takes none of the {sum(1 for _ in model.modules())} modules of "
             f"`model` (help(cutegemm.nn.{caller}) says which it takes)",
             stacklevel=depth,
         )
-    for parent, name, child, chosen in places:
-        if chosen:
-            setattr(parent, name, replacement(child))
-    return replacement(model) if whole else model
+    return result
 
 
 def is_chosen_by(where: Callable[[str, Any], bool] | None, name: str, module: torch.nn.Module) -> bool:

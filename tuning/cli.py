@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import select
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,9 +32,14 @@ def parser(
     )  # fmt: skip
 
 
-def stop_writing() -> None:
-    """After a BrokenPipeError, as by `| head`: whoever reads has seen enough, and Python need not say so as it ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def nobody_reads() -> bool:
+    """After a BrokenPipeError: whether it is stdout that broke, as by `| head`. Then Python need not say so again."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if any(event & select.POLLERR for _, event in poll.poll(0)):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def seconds(text: str) -> float:

@@ -59,8 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = importlib.import_module(TOOLS[name][0]).main(rest)
         sys.stdout.flush()
     except BrokenPipeError:
-        cli.stop_writing()
-        return 1
+        if cli.nobody_reads():
+            return 1
+        raise
     return status
 
 

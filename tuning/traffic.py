@@ -75,6 +75,8 @@ def counted(text: str) -> list[tuple[str, Counted]]:
             last = row["ID"]
             if FILL in row["Kernel Name"]:
                 ways.append([])
+            elif not ways:
+                raise ValueError(f"ncu: counted {row['Kernel Name'][:60]!r} before the L2 cache was filled")
             else:
                 ways[-1].append({})
         if FILL not in row["Kernel Name"]:

@@ -38,8 +38,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return options.run(store, options)
     except BrokenPipeError:
-        cli.stop_writing()
-        return 1
+        if cli.nobody_reads():
+            return 1
+        raise
     except (ValueError, OSError) as why:
         print(f"{made.prog} {options.command}: {why}", file=sys.stderr)
         return 2

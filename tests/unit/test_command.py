@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -148,6 +149,25 @@ def test_whoever_reads_may_stop():
     )
     assert done.stdout.count("\n") == 1
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_a_pipe_of_a_tool_that_breaks(read, monkeypatch, tmp_path):
+    """It ends the command quietly only where it is the one that the command writes to."""
+    (tmp_path / "tool_that_breaks.py").write_text("def main(arguments):\n    raise BrokenPipeError\n")
+    code = "import sys; from tuning import command; command.TOOLS['x'] = 'tool_that_breaks', ''; "
+    code += "sys.exit(command.main(['x']))"
+    reader = "cat" if read else "exec <&-"
+    done = subprocess.run(
+        f'(sleep 0.3; {sys.executable} -c "{code}"; echo $? >&2) | {reader}',
+        shell=True,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+    )
+    assert done.stderr.strip().endswith("BrokenPipeError\n1") if read else done.stderr == "1\n"
 
 
 def test_a_ladder_by_name(capsys):

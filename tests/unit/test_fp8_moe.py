@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch._dynamo.testing
 from torch.nn import functional
 
 import cutegemm
+from cutegemm import quantized_mixture
 from cutegemm.nn import Fp8MoE, MoE, TopKRouter, compare, replace_moe
 from tests.mixtures import ACTIVATIONS, agree, exact
 
@@ -171,6 +173,89 @@ def test_states_of_others_are_taken(scaling, seed):
     assert torch.equal(third(*given), want)
 
 
+def quantized_state(seed, dtype="e4m3", scaling="rows"):
+    return Fp8MoE.from_weights(*weights_of(seed), dtype, scaling=scaling).state_dict()
+
+
+@pytest.mark.parametrize(
+    "shapes", [((4, 256, 128), (4, 128, 128)), ((4, 128, 96), (4, 100, 64)), ((1, 256, 128), (1, 1, 128))]
+)
+@pytest.mark.parametrize("scaling", ["tensor", "rows", "blocks", ("rows", "blocks")])
+def test_a_state_of_its_own_whatever_its_scales_look_like(shapes, scaling, seed):
+    """Blocks that are a whole weight look like scales of experts, and one row like one scale for all."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = [torch.randn(shape, generator=generator) for shape in shapes]
+    made = Fp8MoE.from_weights(*weights, scaling=scaling)
+    (count, _, columns), rows = shapes[0], shapes[1][1]
+    other = Fp8MoE(columns, shapes[1][2], count, None, rows, scaling=scaling)
+    other.load_state_dict(made.state_dict())
+    x = torch.randn(5, columns, generator=generator)
+    given = x, torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1)
+    assert (other.settings, other._kinds) == (made.settings, made._kinds)
+    assert torch.equal(other(*given), made(*given))
+    state = made.state_dict()
+    pairs = [state[name] for each in ("gate_up_proj", "down_proj") for name in (each, f"{each}_scale")]
+    assert torch.equal(Fp8MoE.from_quantized(*pairs, scaling=made.settings.scaling[0])(*given), made(*given))
+
+
+def test_states_of_two_kinds(seed):
+    """Each weight has its own kind of scales. What does not belong together is refused, and nothing is loaded."""
+    rows, blocks, whole = (quantized_state(seed, scaling=each) for each in ("rows", "blocks", "tensor"))
+    for one, other in itertools.permutations((rows, blocks, whole), 2):
+        made = Fp8MoE(IN, HIDDEN, COUNT, None, OUT)
+        made.load_state_dict({name: (one if name.startswith("gate") else other)[name] for name in one})
+        given = drawn(seed)
+        agree(made(*given), by_hand(made, *given), 0.02)
+    made, given = Fp8MoE.from_weights(*weights_of(seed)), drawn(seed)
+    want, text = made(*given), repr(made)
+    whole = quantized_state(seed, "int8")
+    mixed = {name: (whole if name.startswith("gate") else rows)[name] for name in rows}
+    for state, kind, message in (
+        (mixed, ValueError, "state_dict: got gate_up_proj torch.int8, down_proj torch.float8_e4m3fn; accepted are two"),
+        ({**rows, "gate_up_proj": weights_of(seed)[0]}, TypeError, "gate_up_proj: got torch.float32 of shape"),
+        (
+            {"gate_up_proj": whole["gate_up_proj"], "down_proj": whole["down_proj"]},
+            TypeError,
+            "gate_up_proj: got torch.int8 with",
+        ),
+        ({**whole, "down_proj_scale": torch.ones(3)}, ValueError, "down_proj_scale: got shape"),
+        (
+            {**whole, "down_proj": whole["down_proj"][:, 1:], "down_proj_scale": torch.ones(())},
+            RuntimeError,
+            "size mismatch",
+        ),
+    ):
+        with pytest.raises(kind, match=message):
+            made.load_state_dict(state, strict=False)
+        assert repr(made) == text
+        assert torch.equal(made(*given), want)
+
+
+def test_scales_of_rows_by_blocks_of_columns(seed):
+    generator = torch.Generator().manual_seed(seed)
+    pairs = []
+    for shape in ((COUNT, 2 * HIDDEN, IN), (COUNT, OUT, HIDDEN)):
+        pairs += (
+            torch.randn(shape, generator=generator).to(E4M3),
+            torch.rand((*shape[:2], 2), generator=generator) + 0.5,
+        )
+    made, given = Fp8MoE.from_quantized(*pairs), drawn(seed)
+    assert made.settings.scaling == ("blocks", "blocks")
+    agree(made(*given), by_hand(made, *given), 0.02)
+
+
+def test_settings_reach_the_products(seed, monkeypatch):
+    seen = []
+    original = quantized_mixture.grouped_gemm
+    monkeypatch.setattr(quantized_mixture, "grouped_gemm", lambda *a, **k: seen.append(k) or original(*a, **k))
+    made = Fp8MoE.from_weights(*weights_of(seed), accumulate="fast", backend="torch")
+    made.load_state_dict(quantized_state(seed, "e5m2"))
+    x, experts, weights = drawn(seed, dtype=BF16)
+    assert made(x, experts, weights.to(BF16)).dtype == BF16
+    assert [(each["precision"], each["backend"], each["out_dtype"]) for each in seen] == [("fast", "torch", BF16)] * 2
+    assert "dtype=e5m2, scaling='rows', accumulate='fast', backend='torch'" in repr(made)
+
+
 def test_a_state_that_does_not_fit_changes_nothing(seed):
     made, given = Fp8MoE.from_weights(*weights_of(seed)), drawn(seed)
     want, state = made(*given), made.state_dict()
@@ -268,8 +353,23 @@ def test_experts_are_replaced(seed):
         found, want = model[name](x[:, :32], experts, weights), before[name](x[:, :32], experts, weights)
         assert (found - want).norm() < 0.1 * want.norm()
     assert not list(model["theirs"].parameters())
+    router = before["ours"].router
+    router.training = before["ours"].training = True
+    router.eval()
     left = replace_moe(copy.deepcopy(before), dtype="int8", where=lambda name, module: name == "ours")
+    assert (left["ours"].training, left["ours"].router.training) == (True, False)
     assert [type(left[name]) for name in before] == [Experts, Fp8MoE, Experts]
+
+
+def test_mixtures_that_cannot_be_quantized_stay(seed):
+    double, gone, negated = (MoE.from_weights(*map(torch.nn.Parameter, square(seed))) for _ in range(3))
+    double.double()
+    for each in gone.parameters():
+        each.data = torch.empty(0)
+    negated.down_proj.data = torch.complex(*[negated.down_proj.data] * 2).conj().imag
+    model = torch.nn.ModuleList([double, gone, negated, MoE.from_weights(*map(torch.nn.Parameter, square(seed)))])
+    replace_moe(model, dtype="fp8")
+    assert [type(each) for each in model] == [MoE, MoE, MoE, Fp8MoE]
 
 
 def test_the_report_of_accuracy(seed):

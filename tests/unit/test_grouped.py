@@ -312,8 +312,9 @@ def test_a_bias_of_groups_of_columns_has_none_for_each():
         ValueError, match=r"^bias: got shape \(3, 6\), accepted is \(N,\) where groups are columns of b$"
     ):
         cutegemm.grouped_gemm(a, b, ends, bias=torch.ones(3, 6))
-    found = cutegemm.grouped_gemm(a, b, ends, bias=torch.arange(6.0))
-    torch.testing.assert_close(found, cutegemm.grouped_gemm(a, b, ends) + torch.arange(6.0))
+    for bias in (torch.arange(6.0), torch.arange(6.0)[None], torch.full((1, 1), 2.0)):
+        found = cutegemm.grouped_gemm(a, b, ends, bias=bias)
+        torch.testing.assert_close(found, cutegemm.grouped_gemm(a, b, ends) + bias)
 
 
 def test_open_sizes_with_a_bias_in_a_graph():

@@ -43,7 +43,7 @@ class GroupedWork(Work):
         self.along = self.grouping.along
         self.groups = Groups(self.grouping.masked, config.stream_k)
         cm, cn = config.cluster
-        # With stream-K's sums in the kernel, ptxas serializes WGMMAs that lie in a branch on `has_rows`.
+        # With stream-K tiles take equally long, and CTAs stay in step (docs/grouped.md#tall-bands-of-tiles).
         self.may_lack_rows = self.along == "row" and not config.ping_pong and not config.stream_k
         self.extent = config.bm * cm if self.along == "row" else config.bn * cn
         if self.fold > 1 and config.swapped != (self.along == "column"):

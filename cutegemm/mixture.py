@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cutegemm import replacing
-from cutegemm.moe import DTYPES, moe
+from cutegemm.moe import DTYPES, check_precision, moe
 from cutegemm.problem.grouped_request import MOST_GROUPS
 from cutegemm.problem.reference import activate
 from cutegemm.pytorch.mlp import check_activation, reshape_weight
@@ -215,8 +215,7 @@ def _in_8_bits(module: Any, activation: str, backend: str, options: dict[str, An
 def _check_options(precision: Any, backend: Any) -> None:
     """Raises ValueError for a precision that products in groups have not, with which every call would fail."""
     replacing.check_options(precision, backend)
-    if precision not in (None, "ieee", "tf32"):
-        raise ValueError(f"precision: got {precision!r}; products in groups accept None, 'ieee' and 'tf32'")
+    check_precision(precision)
 
 
 def _fit(gate_up: tuple[int, ...], down: tuple[int, ...]) -> bool:

@@ -74,7 +74,7 @@ def moe(
             x, 1 to 1024 experts.
         w_down: (E, H_out, F), dtype of x.
         activation: "silu" (SwiGLU), "gelu", "gelu_tanh" or "relu".
-        precision, backend: as of `grouped_gemm`.
+        precision: None or "ieee". backend: as of `grouped_gemm`.
 
     Returns:
         (..., H_out), of x's dtype (under autocast, of autocast's). Products are accumulated in fp32 and rounded to that
@@ -376,9 +376,16 @@ def check(
             if tensors[name].dtype != x.dtype:
                 raise TypeError(f"{name}: got dtype {tensors[name].dtype}, expected that of x, {x.dtype}")
     mlp.check_activation(activation)
-    request.check_precision(precision)
+    check_precision(precision)
     backends.check_name(backend)
     _check_shapes(x, experts, weights, w_gate_up, w_down)
+
+
+def check_precision(precision: Any) -> None:
+    """Raises ValueError for a precision that mixtures have not, with which every call would fail."""
+    request.check_precision(precision)
+    if precision not in (None, "ieee"):
+        raise ValueError(f"precision: got {precision!r}; a mixture, whose rows are gathered, accepts None and 'ieee'")
 
 
 def check_types(tensors: dict[str, Any]) -> None:

@@ -439,12 +439,17 @@ def _translate(module: Fp8Linear, state: dict[str, Any], prefix: str, *rest: Any
         home = weight if module.weight.is_meta else weight.to(module.weight.device)
         weight, scale = quantized(home, module.settings)
     elif weight is not None and scale is not None:
-        weight, scale = _checked(weight, scale)
+        # Blocks that are a whole row, or a whole weight, look like scales of rows, or of one matrix.
+        is_own = isinstance(scale, torch.Tensor) and scale.shape == module.weight_scale.shape
+        checked = _checked(weight, scale)
+        kept = is_own and checked[0].shape == module.weight.shape
+        weight, scale = checked[0], checked[1].reshape(scale.shape) if kept else checked[1]
     # Torch refuses a weight of another shape, and then the layer must be what it was.
     fits = weight is not None and weight.shape == module.weight.shape
     if fits and scale is not None:
         of_input, *others = module.settings[1:]
-        module.settings = Settings.of(weight.dtype, (of_input[0], _scaling_of(weight, scale)), *others)
+        of_weight = of_input[1] if scale.shape == module.weight_scale.shape else _scaling_of(weight, scale)
+        module.settings = Settings.of(weight.dtype, (of_input[0], of_weight), *others)
     if fits and scale is not None and weight.dtype != module.weight.dtype:
         module.weight = torch.empty_like(module.weight, dtype=weight.dtype)
     if weight is not None:

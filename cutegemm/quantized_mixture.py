@@ -131,11 +131,12 @@ class Fp8MoE(torch.nn.Module):
         if input.dim() == 0 or input.shape[-1] != self.gate_up_proj.shape[-1]:
             raise ValueError(f"input: got shape {tuple(input.shape)}, expected (..., {self.gate_up_proj.shape[-1]})")
         check_chosen("input", input, chosen, shares)
-        for name, each in (("input", input), ("weights", shares)):
+        of_router = "weights of the router" if experts is None else "weights"
+        for name, each in (("input", input), (of_router, shares)):
             if each.requires_grad and torch.is_grad_enabled():
                 raise RuntimeError(
-                    f"{name}: it requires grad, and Fp8MoE passes no gradient on (a straight-through estimate belongs "
-                    "to the trainer); run the model under torch.no_grad() or torch.inference_mode()"
+                    f"{name}: got a tensor that requires grad, and Fp8MoE passes no gradient on (a straight-through "
+                    "estimate belongs to the trainer); run the model under torch.no_grad() or torch.inference_mode()"
                 )
         kind = input.device.type
         by_autocast = autocast.is_on(kind)

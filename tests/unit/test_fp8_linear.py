@@ -521,3 +521,18 @@ def test_the_report_looks_into_what_is_wrapped_and_names_what_differs(seed):
     other = replace_linears(torch.nn.Sequential(torch.nn.Linear(32, 7)), dtype="fp8")
     with pytest.raises(ValueError, match=r"quantized: its layer '0' returned shape \(6, 7\), expected .* \(6, 24\)"):
         compare(model, other, x)
+
+
+@pytest.mark.parametrize("shape", [(128, 512), (128, 128), (300, 100), (9, 1)])
+@pytest.mark.parametrize("scaling", ["tensor", "rows", "blocks"])
+def test_a_layer_keeps_its_scaling_whatever_the_scales_look_like(shape, scaling, seed):
+    """Blocks that are a whole row, or a whole weight, look like scales of rows, or of one matrix."""
+    torch.manual_seed(seed)
+    plain = torch.nn.Linear(*shape)
+    layer = Fp8Linear.from_linear(plain, scaling=scaling)
+    state, settings = copy.deepcopy(layer.state_dict()), layer.settings
+    for loaded in (state, plain.state_dict()):
+        layer.load_state_dict(loaded)
+        assert layer.settings == settings
+        for name, each in layer.state_dict().items():
+            assert torch.equal(each.float(), state[name].float()), name

@@ -107,7 +107,9 @@ def test_a_router(seed):
     assert isinstance(made.router, TopKRouter)
     with torch.no_grad():
         assert torch.equal(made(x), made(x, *made.router(x)))
-    with pytest.raises(RuntimeError, match="weights: it requires grad, and Fp8MoE passes no gradient on"):
+    with pytest.raises(
+        RuntimeError, match="weights of the router: got a tensor that requires grad, and Fp8MoE passes no"
+    ):
         made(x)
     with pytest.raises(ValueError, match="experts, weights: got neither, and this module has no router"):
         Fp8MoE.from_weights(*weights_of(seed))(x)
@@ -409,7 +411,7 @@ W, RELU = weights_of(0), torch.nn.ReLU()
             lambda: Fp8MoE.from_quantized(W[0].to(E4M3), torch.ones(1), W[1].to(E4M3), torch.ones(COUNT)), ValueError,
             "down: got torch.float8_e4m3fn with scales of rows, expected those of gate_up, .* with scales of tensor",
         ),
-        (lambda: replace_moe(RELU, dtype="fp8", precision="tf32"), ValueError, "precision: got 'tf32' beside"),
+        (lambda: replace_moe(RELU, dtype="fp8", precision="ieee"), ValueError, "precision: got 'ieee' beside"),
         (lambda: replace_moe(RELU, scaling="blocks"), ValueError, "scaling: got 'blocks' without dtype"),
         (lambda: replace_moe(RELU, dtype="fp4"), TypeError, "dtype: got 'fp4'"),
     ],
@@ -432,7 +434,7 @@ X = drawn(0, (4,))
         ((X[0], X[1][:3], X[2]), ValueError, r"experts: got shape \(3, 2\), expected that of input, \(4, 144\)"),
         ((X[0], X[1], X[2][:, :1]), ValueError, r"weights: got shape \(4, 1\), expected that of experts, \(4, 2\)"),
         ((X[0], X[1], None), ValueError, "experts, weights: got one of them"),
-        ((X[0].clone().requires_grad_(), *X[1:]), RuntimeError, "input: it requires grad, and Fp8MoE passes no"),
+        ((X[0].clone().requires_grad_(), *X[1:]), RuntimeError, "input: got a tensor that requires grad, and Fp8MoE"),
     ],
 )  # fmt: skip
 def test_bad_calls(given, kind, message):

@@ -458,13 +458,15 @@ def test_other_modules_stay():
     assert dict(model.items()) == kept
     with pytest.raises(ValueError, match="backend: got 'x'"):
         replace_moe(model, backend="x")
-    for precision in ("tf32x3", "bf16x6", "bf16x9"):  # every call would fail, once the model has been changed
+    for precision in ("tf32", "tf32x3", "bf16x6", "bf16x9"):  # every call would fail, once the model has been changed
         with pytest.raises(
-            ValueError, match=f"precision: got '{precision}'; products in groups accept None, 'ieee' and"
+            ValueError,
+            match=f"precision: got '{precision}'; a mixture, whose rows are gathered, accepts None and 'ieee'",
         ):
             replace_moe(model, precision=precision)
         with pytest.raises(
-            ValueError, match=f"precision: got '{precision}'; products in groups accept None, 'ieee' and"
+            ValueError,
+            match=f"precision: got '{precision}'; a mixture, whose rows are gathered, accepts None and 'ieee'",
         ):
             MoE(8, 6, 5, precision=precision)
 

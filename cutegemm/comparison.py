@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -43,7 +44,8 @@ def compare(model: torch.nn.Module, quantized: torch.nn.Module, *inputs: Any, **
     layers.
 
     Both models are called with the inputs, without gradients. Each replaced layer is also run by itself, on the input
-    that the layer of the same name in `model` gets: so its own error shows, not those before it.
+    that the layer of the same name in `model` gets: so its own error shows, not those before it. A UserWarning says
+    when there is no such layer.
 
     Args:
         model: the reference, in any dtype; on the device of the inputs, as `quantized`.
@@ -83,6 +85,11 @@ def compare(model: torch.nn.Module, quantized: torch.nn.Module, *inputs: Any, **
         for name, each in originals.items()
         if not isinstance(each, Fp8Linear | Fp8SwiGLU | Fp8MoE)
     ]
+    if not handles:
+        warnings.warn(
+            "compare: outputs alone are compared: no quantized layer has the name of a layer of `model` that is not",
+            stacklevel=2,
+        )
     with torch.no_grad():
         try:
             want = _output(model(*inputs, **options))

@@ -536,3 +536,12 @@ def test_a_layer_keeps_its_scaling_whatever_the_scales_look_like(shape, scaling,
         assert layer.settings == settings
         for name, each in layer.state_dict().items():
             assert torch.equal(each.float(), state[name].float()), name
+
+
+def test_a_report_without_layers_says_so(seed):
+    torch.manual_seed(seed)
+    model, x = torch.nn.Sequential(torch.nn.Linear(32, 24)), torch.randn(6, 32)
+    quantized = replace_linears(copy.deepcopy(model), dtype="fp8")
+    for one, other in ((quantized, quantized), (model, torch.nn.Sequential(quantized)), (model, model)):
+        with pytest.warns(UserWarning, match="^compare: outputs alone are compared"):
+            assert compare(one, other, x).layers == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from cutegemm.pytorch.mlp import check_activation, reshape_weight
 from cutegemm.pytorch.sharded import is_distributed
 from cutegemm.quantized_linear import check_quantized
 from cutegemm.quantized_mixture import Fp8MoE
-from cutegemm.router import TopKRouter, choose
+from cutegemm.router import check_fit, choose, fit, sized
 
 
 class MoE(torch.nn.Module):
@@ -56,21 +57,9 @@ class MoE(torch.nn.Module):
     ) -> None:
         super().__init__()
         options = {"device": device, "dtype": dtype}
-        if top_k is not None:
-            if router is not None:
-                raise ValueError(f"top_k: got {top_k} beside a router, which says it; leave one away")
-            router = TopKRouter(in_features, num_experts, top_k, **options)
-        num_experts = replacing.as_size("num_experts", num_experts, 1, MOST_GROUPS)
-        in_features, hidden_features = (
-            replacing.as_size("in_features", in_features),
-            replacing.as_size("hidden_features", hidden_features),
-        )
-        rows = in_features if out_features is None else replacing.as_size("out_features", out_features)
-        self._configure(
-            torch.nn.Parameter(torch.empty((num_experts, 2 * hidden_features, in_features), **options)),
-            torch.nn.Parameter(torch.empty((num_experts, rows, hidden_features), **options)),
-            router, activation, precision, backend,
-        )  # fmt: skip
+        *shapes, router = sized(in_features, hidden_features, num_experts, top_k, out_features, router, **options)
+        gate_up, down = (torch.nn.Parameter(torch.empty(shape, **options)) for shape in shapes)
+        self._configure(gate_up, down, router, activation, precision, backend)
         self.reset_parameters()
 
     def _configure(
@@ -133,9 +122,7 @@ class MoE(torch.nn.Module):
         for name, each in (("gate_up", gate_up), ("down", down)):
             if not isinstance(each, torch.nn.Parameter):
                 raise TypeError(f"{name}: got {type(each).__name__}, expected a torch.nn.Parameter")
-        shapes = tuple(gate_up.shape), tuple(down.shape)
-        if not _fit(*shapes):
-            raise ValueError(f"gate_up, down: got shapes {shapes[0]}, {shapes[1]}, expected (E, 2 F, in), (E, out, F)")
+        check_fit(gate_up, down)
         made = cls.__new__(cls)
         torch.nn.Module.__init__(made)
         made._configure(gate_up, down, router, activation, precision, backend)
@@ -180,46 +167,17 @@ def replace_moe(
     replacing.check(model, where)
     _check_options(precision, backend)
     check_quantized(dtype, scaling, accumulate, precision, backend)
-    if dtype is None:
-        return replacing.replace_gated(model, where, precision, backend, _gated_activation, _replaced, "replace_moe")
-    options = {"dtype": dtype, "scaling": scaling, "accumulate": accumulate}
-
-    def activation_in(module: torch.nn.Module) -> str | None:
-        if type(module) is not MoE:
-            return _gated_activation(module)
-        parts = module.gate_up_proj, module.down_proj
-        unlike = replacing.is_altered(module) or any(
-            replacing.computes_itself(x) or is_distributed(x) or x.dtype not in DTYPES or not x.numel() or x.is_neg()
-            for x in parts
-        )
-        return None if unlike or not _fit(*(tuple(x.shape) for x in parts)) else module.activation
-
-    def replaced(module: Any, activation: str, _: str | None, backend: str) -> torch.nn.Module:
-        return _in_8_bits(module, activation, backend, options)
-
+    activation_in, options = _gated_activation, {}
+    if dtype is not None:
+        activation_in, options = _quantizable, {"dtype": dtype, "scaling": scaling, "accumulate": accumulate}
+    replaced = functools.partial(_replaced, **options)
     return replacing.replace_gated(model, where, precision, backend, activation_in, replaced, "replace_moe")
-
-
-def _in_8_bits(module: Any, activation: str, backend: str, options: dict[str, Any]) -> torch.nn.Module:
-    """The Fp8MoE for a MoE or a module of stacked experts; the module itself where it computes something else."""
-    own = isinstance(module, MoE)
-    if not own and not module.gate_up_proj.is_meta and not _is_like_ours(module, activation):
-        return module
-    router = module.router if own else None
-    weights = module.gate_up_proj.detach(), module.down_proj.detach()
-    made = Fp8MoE.from_weights(*weights, router=router, activation=activation, backend=backend, **options)
-    made.training = module.training  # alone: a router has its own
-    return made
 
 
 def _check_options(precision: Any, backend: Any) -> None:
     """Raises ValueError for a precision that products in groups have not, with which every call would fail."""
     replacing.check_options(precision, backend)
     check_precision(precision)
-
-
-def _fit(gate_up: tuple[int, ...], down: tuple[int, ...]) -> bool:
-    return len(gate_up) == len(down) == 3 and gate_up[0] == down[0] and gate_up[1] == 2 * down[2]
 
 
 def _gated_activation(module: torch.nn.Module) -> str | None:
@@ -230,7 +188,7 @@ def _gated_activation(module: torch.nn.Module) -> str | None:
     if any(type(each) is not torch.nn.Parameter or each.dtype not in DTYPES for each in (gate_up, down)):
         return None
     shapes = tuple(gate_up.shape), tuple(down.shape)
-    if not _fit(*shapes) or shapes[0][2] != shapes[1][1] or not 1 <= shapes[0][0] <= MOST_GROUPS or 0 in shapes[0]:
+    if not fit(*shapes) or shapes[0][2] != shapes[1][1] or not 1 <= shapes[0][0] <= MOST_GROUPS or 0 in shapes[0]:
         return None
     if module._buffers or any(replacing.is_altered(each) for each in (module, *module.children())):
         return None
@@ -242,14 +200,32 @@ def _gated_activation(module: torch.nn.Module) -> str | None:
     return replacing.activation_of(getattr(module, "act_fn", None))
 
 
-def _replaced(module: Any, activation: str, precision: str | None, backend: str) -> torch.nn.Module:
-    """The MoE for a module, or the module where it computes something else."""
-    if not module.gate_up_proj.is_meta and not _is_like_ours(module, activation):
-        return module
-    made = MoE.from_weights(
-        module.gate_up_proj, module.down_proj, activation=activation, precision=precision, backend=backend
+def _quantizable(module: torch.nn.Module) -> str | None:
+    """The same, and that of a MoE whose weights can be quantized."""
+    if type(module) is not MoE:
+        return _gated_activation(module)
+    parts = module.gate_up_proj, module.down_proj
+    unlike = replacing.is_altered(module) or any(
+        replacing.computes_itself(x) or is_distributed(x) or x.dtype not in DTYPES or not x.numel() or x.is_neg()
+        for x in parts
     )
-    return made.train(module.training)
+    return None if unlike or not fit(*(tuple(x.shape) for x in parts)) else module.activation
+
+
+def _replaced(module: Any, activation: str, precision: str | None, backend: str, **options: Any) -> torch.nn.Module:
+    """The MoE for a module, an Fp8MoE if the options have a dtype; the module where it computes something else."""
+    own = isinstance(module, MoE)
+    if not own and not module.gate_up_proj.is_meta and not _is_like_ours(module, activation):
+        return module
+    weights = module.gate_up_proj, module.down_proj
+    made: MoE | Fp8MoE
+    if options:
+        router = module.router if own else None
+        made = Fp8MoE.from_weights(*weights, router=router, activation=activation, backend=backend, **options)
+    else:
+        made = MoE.from_weights(*weights, activation=activation, precision=precision, backend=backend)
+    made.training = module.training  # alone: a router has its own
+    return made
 
 
 def _is_like_ours(module: Any, activation: str) -> bool:

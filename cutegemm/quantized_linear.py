@@ -60,6 +60,17 @@ class Settings(NamedTuple):
         precision = "fast" if self.accumulate == "fast" else None
         return How(precision, self.backend, None, "b" if self.constant_weight else None)
 
+    @property
+    def text(self) -> str:
+        """As a layer's text shows them."""
+        scaling = self.scaling[0] if self.scaling[0] == self.scaling[1] else self.scaling
+        text = f"dtype={FORMATS[self.dtype].name}, scaling={scaling!r}"
+        defaults = {"activation": None, "accumulate": None, "backend": "auto", "constant_weight": False}
+        for name, default in defaults.items():
+            if getattr(self, name) != default:
+                text += f", {name}={getattr(self, name)!r}"
+        return text
+
     @classmethod
     def of(
         cls, dtype: Any, scaling: Any, activation: Any, accumulate: Any, backend: Any, constant_weight: Any = False
@@ -151,9 +162,7 @@ class Fp8Linear(torch.nn.Module):
             raise ValueError(
                 f"out_features: got {out_features}, expected an even number with activation {activation!r}"
             )
-        if bias_dtype is None and torch.get_default_dtype() not in INPUTS:
-            bias_dtype = torch.float32
-        linear = torch.nn.Linear(in_features, out_features, bias, device, bias_dtype)
+        linear = torch.nn.Linear(in_features, out_features, bias, device, bias_dtype or default_dtype())
         super().__init__()
         self._fill(linear.weight, linear.bias, settings)
 
@@ -219,15 +228,8 @@ class Fp8Linear(torch.nn.Module):
         return dequantize(self.weight, self.weight_scale, dtype)
 
     def extra_repr(self) -> str:
-        settings = self.settings
-        scaling = settings.scaling[0] if settings.scaling[0] == settings.scaling[1] else settings.scaling
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        text += f", dtype={FORMATS[settings.dtype].name}, scaling={scaling!r}"
-        defaults = {"activation": None, "accumulate": None, "backend": "auto", "constant_weight": False}
-        for name, default in defaults.items():
-            if getattr(settings, name) != default:
-                text += f", {name}={getattr(settings, name)!r}"
-        return text + (", fixed input_scale" if self.input_scale is not None else "")
+        return f"{text}, {self.settings.text}" + (", fixed input_scale" if self.input_scale is not None else "")
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Fp8Linear:
         """Moves as torch.nn.Module does, but leaves the values and scales in their types."""
@@ -310,6 +312,12 @@ class Fp8Linear(torch.nn.Module):
         return made
 
 
+def default_dtype() -> torch.dtype:
+    """Torch's default dtype, or fp32 where that is none that is quantized."""
+    found = torch.get_default_dtype()
+    return found if found in INPUTS else torch.float32
+
+
 def keeping(fn: Callable[[torch.Tensor], torch.Tensor], own: tuple[Any, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
     """`fn` for Module._apply; it leaves the tensors `own` in their types."""
 
@@ -364,16 +372,24 @@ def quantized(weight: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, t
     return quantize(weight, settings.dtype, scaling, block=block)
 
 
+_DIMS = {2: "two", 3: "three"}
+
+
+def check_pair(weight: Any, scale: Any, dims: int, name: str, of_scale: str) -> torch.Tensor:
+    """The scale of a quantized weight in fp32, where the weight is. Raises TypeError or ValueError for what is none."""
+    if not isinstance(weight, torch.Tensor) or weight.dtype not in FORMATS or weight.dim() != dims:
+        got = f"{weight.dtype} of shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) else type(weight)
+        raise TypeError(f"{name}: got {got}, accepted are {_DIMS[dims]} dimensions of {ACCEPTED}")
+    if not isinstance(scale, torch.Tensor) or not scale.is_floating_point():
+        raise TypeError(f"{of_scale}: got {request.shown(scale)}, expected a tensor of a floating dtype")
+    if scale.is_meta and not weight.is_meta:
+        raise ValueError(f"{of_scale}: it is on meta, expected the device of the weight, {weight.device}")
+    return scale.detach().to(device=weight.device, dtype=torch.float32)
+
+
 def _checked(weight: Any, scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(values, scale) of a quantized weight as the layer keeps them."""
-    if not isinstance(weight, torch.Tensor) or weight.dtype not in FORMATS or weight.dim() != 2:
-        got = f"{weight.dtype} of shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) else type(weight)
-        raise TypeError(f"weight: got {got}, accepted are two dimensions of {ACCEPTED}")
-    if not isinstance(scale, torch.Tensor) or not scale.is_floating_point():
-        raise TypeError(f"scale: got {request.shown(scale)}, expected a tensor of a floating dtype")
-    if scale.is_meta and not weight.is_meta:
-        raise ValueError(f"scale: it is on meta, expected the device of the weight, {weight.device}")
-    scale = scale.detach().to(device=weight.device, dtype=torch.float32)
+    scale = check_pair(weight, scale, 2, "weight", "scale")
     rows, k = weight.shape
     of_rows, of_k = -(-rows // BLOCK), -(-k // BLOCK)
     if scale.numel() == 1:

@@ -21,14 +21,14 @@ from cutegemm.grouped import grouped_gemm
 from cutegemm.moe import by_tokens, check_chosen, check_types, programs_of, routed
 from cutegemm.problem import request
 from cutegemm.problem.grouped_request import MOST_GROUPS, Sizes
-from cutegemm.problem.quantization import ACCEPTED, ACCEPTED_INPUTS, BLOCK, FORMATS, INPUTS
+from cutegemm.problem.quantization import ACCEPTED_INPUTS, BLOCK, FORMATS, INPUTS
 from cutegemm.pytorch import autocast, grouped_scaled
 from cutegemm.pytorch.grouped_autograd import PRODUCT
 from cutegemm.pytorch.mlp import check_activation
 from cutegemm.pytorch.program_operator import program_of
 from cutegemm.quantize import quantize
-from cutegemm.quantized_linear import Settings, keeping, padded, quantized
-from cutegemm.router import TopKRouter, choose
+from cutegemm.quantized_linear import Settings, check_pair, default_dtype, keeping, padded, quantized
+from cutegemm.router import check_fit, choose, sized
 
 NAMES = ("gate_up_proj", "down_proj")
 SCALE_ENDINGS = ("_scale", "_scale_inv")
@@ -83,19 +83,10 @@ class Fp8MoE(torch.nn.Module):
         settings = Settings.of(dtype, scaling, None, accumulate, backend)
         check_activation(activation)
         super().__init__()
-        if top_k is not None:
-            if router is not None:
-                raise ValueError(f"top_k: got {top_k} beside a router, which says it; leave one away")
-            dtype_of = torch.get_default_dtype() if torch.get_default_dtype() in INPUTS else torch.float32
-            router = TopKRouter(in_features, num_experts, top_k, device, dtype_of)
-        num_experts = replacing.as_size("num_experts", num_experts, 1, MOST_GROUPS)
-        in_features = replacing.as_size("in_features", in_features)
-        hidden_features = replacing.as_size("hidden_features", hidden_features)
-        rows = in_features if out_features is None else replacing.as_size("out_features", out_features)
-        weights = [
-            torch.empty(shape, device=device)
-            for shape in ((num_experts, 2 * hidden_features, in_features), (num_experts, rows, hidden_features))
-        ]
+        *shapes, router = sized(
+            in_features, hidden_features, num_experts, top_k, out_features, router, device=device, dtype=default_dtype()
+        )
+        weights = [torch.empty(shape, device=device) for shape in shapes]
         for weight in weights:
             replacing.draw(weight)
         self._take([quantized(weight, settings) for weight in weights], router, activation, settings)
@@ -174,13 +165,9 @@ class Fp8MoE(torch.nn.Module):
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        (count, rows, hidden), settings = self.down_proj.shape, self.settings
-        scaling = settings.scaling[0] if settings.scaling[0] == settings.scaling[1] else settings.scaling
+        count, rows, hidden = self.down_proj.shape
         text = f"in_features={self.gate_up_proj.shape[-1]}, hidden_features={hidden}, num_experts={count}"
-        text += f", out_features={rows}, activation={self.activation!r}"
-        text += f", dtype={FORMATS[settings.dtype].name}, scaling={scaling!r}"
-        text += "" if settings.accumulate is None else f", accumulate={settings.accumulate!r}"
-        return text if settings.backend == "auto" else f"{text}, backend={settings.backend!r}"
+        return f"{text}, out_features={rows}, activation={self.activation!r}, {self.settings.text}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Fp8MoE:
         """Moves as torch.nn.Module does, but leaves the values and scales in their types."""
@@ -269,26 +256,16 @@ class Fp8MoE(torch.nn.Module):
 
 def _check_shapes(gate_up: torch.Tensor, down: torch.Tensor) -> None:
     """Raises ValueError unless these are the weights of one mixture."""
-    shapes = tuple(gate_up.shape), tuple(down.shape)
-    fit = len(shapes[0]) == len(shapes[1]) == 3 and shapes[0][0] == shapes[1][0] and shapes[0][1] == 2 * shapes[1][2]
-    if not fit:
-        raise ValueError(f"gate_up, down: got shapes {shapes[0]}, {shapes[1]}, expected (E, 2 F, in), (E, out, F)")
-    if not 1 <= shapes[0][0] <= MOST_GROUPS:
-        raise ValueError(f"gate_up: got {shapes[0][0]} experts, accepted are 1 to {MOST_GROUPS}")
+    check_fit(gate_up, down)
+    if not 1 <= gate_up.shape[0] <= MOST_GROUPS:
+        raise ValueError(f"gate_up: got {gate_up.shape[0]} experts, accepted are 1 to {MOST_GROUPS}")
 
 
 def _forms(name: str, weight: Any, scale: Any) -> dict[str, torch.Tensor]:
     """What the scales of a quantized weight may be by their shape, the likeliest kind first: "tensor", (), one for all
     experts; "blocks", (E, blocks, blocks) or (E, rows, blocks); "rows", (E, rows, 1).
     """
-    if not isinstance(weight, torch.Tensor) or weight.dtype not in FORMATS or weight.dim() != 3:
-        got = f"{weight.dtype} of shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) else type(weight)
-        raise TypeError(f"{name}: got {got}, accepted are three dimensions of {ACCEPTED}")
-    if not isinstance(scale, torch.Tensor) or not scale.is_floating_point():
-        raise TypeError(f"{name}_scale: got {request.shown(scale)}, expected a tensor of a floating dtype")
-    if scale.is_meta and not weight.is_meta:
-        raise ValueError(f"{name}_scale: it is on meta, expected the device of {name}, {weight.device}")
-    scale = scale.detach().to(device=weight.device, dtype=torch.float32)
+    scale = check_pair(weight, scale, 3, name, f"{name}_scale")
     (count, rows, columns), shape = weight.shape, tuple(scale.shape)
     of_rows, of_columns = -(-rows // BLOCK), -(-columns // BLOCK)
     found: dict[str, torch.Tensor] = {}

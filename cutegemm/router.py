@@ -1,4 +1,4 @@
-"""`TopKRouter`, which chooses among the experts of a mixture."""
+"""`TopKRouter`, which chooses among the experts of a mixture, and the arguments that mixtures have in common."""
 
 from __future__ import annotations
 
@@ -56,6 +56,36 @@ class TopKRouter(torch.nn.Module):
         count, columns = self.weight.shape
         text = f"in_features={columns}, num_experts={count}, top_k={self.top_k}"
         return text if self.normalize else f"{text}, normalize=False"
+
+
+def sized(
+    in_features: int, hidden_features: int, num_experts: int, top_k: int | None, out_features: int | None,
+    router: torch.nn.Module | None, **options: Any,
+) -> tuple[tuple[int, int, int], tuple[int, int, int], torch.nn.Module | None]:  # fmt: skip
+    """The shapes of gate and up and of down, and the router of a mixture: the one given, or a `TopKRouter` made with
+    the options. Raises TypeError or ValueError naming the argument.
+    """
+    if top_k is not None:
+        if router is not None:
+            raise ValueError(f"top_k: got {top_k} beside a router, which says it; leave one away")
+        router = TopKRouter(in_features, num_experts, top_k, **options)
+    num_experts = replacing.as_size("num_experts", num_experts, 1, MOST_GROUPS)
+    in_features = replacing.as_size("in_features", in_features)
+    hidden_features = replacing.as_size("hidden_features", hidden_features)
+    rows = in_features if out_features is None else replacing.as_size("out_features", out_features)
+    return (num_experts, 2 * hidden_features, in_features), (num_experts, rows, hidden_features), router
+
+
+def fit(gate_up: tuple[int, ...], down: tuple[int, ...]) -> bool:
+    """Whether weights of these shapes, (E, 2 F, in) and (E, out, F), are those of one mixture."""
+    return len(gate_up) == len(down) == 3 and gate_up[0] == down[0] and gate_up[1] == 2 * down[2]
+
+
+def check_fit(gate_up: torch.Tensor, down: torch.Tensor) -> None:
+    """Raises ValueError unless they are."""
+    shapes = tuple(gate_up.shape), tuple(down.shape)
+    if not fit(*shapes):
+        raise ValueError(f"gate_up, down: got shapes {shapes[0]}, {shapes[1]}, expected (E, 2 F, in), (E, out, F)")
 
 
 def choose(router: torch.nn.Module | None, input: Any, experts: Any, weights: Any) -> tuple[Any, Any]:

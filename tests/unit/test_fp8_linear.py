@@ -1,4 +1,4 @@
-"""`Fp8Linear`, `replace_linears(dtype=...)`, `compare` and `scaled_mm` on the CPU."""
+"""`Fp8Linear`, `replace_linears(dtype=...)` and `scaled_mm` on the CPU."""
 
 from __future__ import annotations
 
@@ -430,32 +430,6 @@ def test_scaled_mm_refuses_what_it_does_not_serve():
             call(**changes)
 
 
-class ByKeyword(torch.nn.Module):
-    def __init__(self, columns: int = 6):
-        super().__init__()
-        self.layer = torch.nn.Linear(16, columns)
-
-    def forward(self, x):
-        return self.layer(input=x)
-
-
-def test_compare_sees_layers_that_are_called_by_keyword():
-    reference, x = ByKeyword(), torch.randn(5, 16)
-    found = cutegemm.nn.compare(reference, cutegemm.nn.replace_linears(copy.deepcopy(reference), dtype="fp8"), x)
-    assert [each.name for each in found.layers] == ["layer"]
-    assert 0 < found.error < 0.1
-
-
-def test_compare_names_what_it_cannot_compare():
-    reference, x = ByKeyword(), torch.randn(5, 16)
-    with pytest.raises(TypeError, match=r"^model: got int, expected a torch\.nn\.Module"):
-        cutegemm.nn.compare(1, reference, x)
-    with pytest.raises(TypeError, match=r"^quantized: got NoneType, expected a torch\.nn\.Module"):
-        cutegemm.nn.compare(reference, None, x)
-    with pytest.raises(ValueError, match=r"^quantized: .* shape \(5, 3\), expected that of model, \(5, 6\)"):
-        cutegemm.nn.compare(reference, ByKeyword(3), x)
-
-
 def test_a_refused_state_leaves_the_scale_of_inputs_as_it_is():
     layer, other = Fp8Linear(160, 24), Fp8Linear(170, 24)
     state = {**other.state_dict(), "input_scale": torch.tensor(0.5)}
@@ -511,18 +485,6 @@ def test_an_entry_that_is_no_tensor_is_named_by_torch(entry):
             module.load_state_dict(state)
 
 
-def test_the_report_looks_into_what_is_wrapped_and_names_what_differs(seed):
-    torch.manual_seed(seed)
-    model, x = torch.nn.Sequential(torch.nn.Linear(32, 24), torch.nn.ReLU(), torch.nn.Linear(24, 7)), torch.randn(6, 32)
-    quantized = replace_linears(copy.deepcopy(model), dtype="fp8")
-    want = compare(model, quantized, x)
-    assert compare(torch.compile(model, backend="eager"), quantized, x) == want
-    assert compare(torch.nn.DataParallel(model), torch.nn.DataParallel(quantized), x) == want
-    other = replace_linears(torch.nn.Sequential(torch.nn.Linear(32, 7)), dtype="fp8")
-    with pytest.raises(ValueError, match=r"quantized: its layer '0' returned shape \(6, 7\), expected .* \(6, 24\)"):
-        compare(model, other, x)
-
-
 @pytest.mark.parametrize("shape", [(128, 512), (128, 128), (300, 100), (9, 1)])
 @pytest.mark.parametrize("scaling", ["tensor", "rows", "blocks"])
 def test_a_layer_keeps_its_scaling_whatever_the_scales_look_like(shape, scaling, seed):
@@ -536,12 +498,3 @@ def test_a_layer_keeps_its_scaling_whatever_the_scales_look_like(shape, scaling,
         assert layer.settings == settings
         for name, each in layer.state_dict().items():
             assert torch.equal(each.float(), state[name].float()), name
-
-
-def test_a_report_without_layers_says_so(seed):
-    torch.manual_seed(seed)
-    model, x = torch.nn.Sequential(torch.nn.Linear(32, 24)), torch.randn(6, 32)
-    quantized = replace_linears(copy.deepcopy(model), dtype="fp8")
-    for one, other in ((quantized, quantized), (model, torch.nn.Sequential(quantized)), (model, model)):
-        with pytest.warns(UserWarning, match="^compare: outputs alone are compared"):
-            assert compare(one, other, x).layers == ()

@@ -201,7 +201,7 @@ def _gated_activation(module: torch.nn.Module) -> str | None:
 
 
 def _quantizable(module: torch.nn.Module) -> str | None:
-    """The same, and that of a MoE whose weights can be quantized."""
+    """The activation of stacked experts, or of a MoE whose weights can be quantized; None for any other module."""
     if type(module) is not MoE:
         return _gated_activation(module)
     parts = module.gate_up_proj, module.down_proj

@@ -42,9 +42,10 @@ class Fp8MoE(torch.nn.Module):
     Buffers, which are what state_dict has: `gate_up_proj` (num_experts, 2 * hidden_features, in_features), the rows of
     gate first, and `down_proj` (num_experts, out_features, hidden_features), fp8 or int8; `gate_up_proj_scale` and
     `down_proj_scale`, fp32, each (), one for all experts, or (num_experts, rows, 1), or (num_experts, ceil(rows / 128),
-    ceil(columns / 128)).
-    `.to(dtype)`, `.half()` and the like leave them in their types, and convert `router.weight`, which there is with
-    `top_k`: made in torch's default dtype, or in fp32 where that is another than fp16, bf16 and fp32.
+    ceil(columns / 128)). `.to(dtype)`, `.half()` and the like leave them in their types.
+
+    With `top_k` there is a parameter too, `router.weight`. It has torch's default dtype, or fp32 where torch's default
+    is none of fp16, bf16 and fp32. `.to(dtype)` converts it.
 
     `load_state_dict` takes such a state, that of a `MoE`, whose weights it quantizes, and quantized weights whose
     scales are named `gate_up_proj_scale_inv` and `down_proj_scale_inv`, as Hugging Face names them.
@@ -94,7 +95,7 @@ class Fp8MoE(torch.nn.Module):
     def _take(
         self, pairs: list[tuple[torch.Tensor, torch.Tensor]], router: Any, activation: str, settings: Settings
     ) -> None:
-        self._kinds = dict.fromkeys(NAMES, settings.scaling[1])  # which of the scales' shapes alone do not always say
+        self._kinds = dict.fromkeys(NAMES, settings.scaling[1])  # the shape of a scale does not always say its kind
         if router is not None and not isinstance(router, torch.nn.Module):
             raise TypeError(f"router: got {type(router).__name__}, expected a torch.nn.Module or None")
         for name, (values, scale) in zip(NAMES, pairs, strict=True):
@@ -222,7 +223,7 @@ class Fp8MoE(torch.nn.Module):
         Args:
             gate_up_scale, down_scale: what the weights are multiplied by, any floating dtype: one element; one for each
                 expert, E elements, which become those of rows; (E, rows) or (E, rows, 1); (E, ceil(rows / 128),
-                ceil(columns / 128)) or (E, rows, ceil(columns / 128)). Both alike.
+                ceil(columns / 128)) or (E, rows, ceil(columns / 128)). Both weights have scales of one kind.
             scaling: of x and of the hidden layer; by default as the weights': "tensor", "rows" or "blocks".
 
         Raises TypeError or ValueError naming the argument.

@@ -82,7 +82,7 @@ def fit(gate_up: tuple[int, ...], down: tuple[int, ...]) -> bool:
 
 
 def check_fit(gate_up: torch.Tensor, down: torch.Tensor) -> None:
-    """Raises ValueError unless they are."""
+    """Raises ValueError unless these weights, (E, 2 F, in) and (E, out, F), are those of one mixture."""
     shapes = tuple(gate_up.shape), tuple(down.shape)
     if not fit(*shapes):
         raise ValueError(f"gate_up, down: got shapes {shapes[0]}, {shapes[1]}, expected (E, 2 F, in), (E, out, F)")

@@ -376,7 +376,7 @@ _DIMS = {2: "two", 3: "three"}
 
 
 def check_pair(weight: Any, scale: Any, dims: int, name: str, of_scale: str) -> torch.Tensor:
-    """The scale of a quantized weight, in fp32 and on its device. Raises TypeError or ValueError naming the argument."""
+    """The scale of a quantized weight, in fp32, on its device. Raises TypeError or ValueError naming the argument."""
     if not isinstance(weight, torch.Tensor) or weight.dtype not in FORMATS or weight.dim() != dims:
         got = f"{weight.dtype} of shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) else type(weight)
         raise TypeError(f"{name}: got {got}, accepted are {_DIMS[dims]} dimensions of {ACCEPTED}")

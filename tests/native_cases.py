@@ -96,25 +96,25 @@ class TorchKernel(StandaloneKernel):
             _at(given[name], each.dtype, tuple(each.shape), each.stride()).copy_(each)
 
     def _compute_groups(self, given: dict[str, Any]) -> None:
-        """Groups of rows of A, which are gathered, or of D, which are scattered."""
+        """Groups of rows of A, which may be gathered, or of D, which may be scattered."""
         s, (m, n, k, groups) = self.signature, (given[name] for name in ("m", "n", "k", "batch"))
-        dtype, out_dtype, gathered = torch_dtype(s.dtype), torch_dtype(s.out_dtype), s.work == "gathered_m"
-        index = _at(given["index"], torch.int32, (m,), (1,)).long()
-        a = _matrix(given["a"], dtype, 1, given["index_rows"] if gathered else m, k, 0, s.a_major == "k", given["lda"])[
-            0
-        ]
+        dtype, out_dtype, work = torch_dtype(s.dtype), torch_dtype(s.out_dtype), s.work
+        if work != "ragged_m":
+            index = _at(given["index"], torch.int32, (m,), (1,)).long()
+        rows_a, rows_d = (given["index_rows"] if work == each else m for each in ("gathered_m", "scattered_m"))
+        a = _matrix(given["a"], dtype, 1, rows_a, k, 0, s.a_major == "k", given["lda"])[0]
         b = _matrix(given["b"], dtype, groups, k, n, given["b_batch"], s.b_major == "n", given["ldb"])
         ends = [0, *_at(given["ends"], torch.int32, (groups,), (1,)).tolist()]
         z = torch.cat([
-            (a[index] if gathered else a)[first:last].float() @ b[group].float()
+            (a[index] if work == "gathered_m" else a)[first:last].float() @ b[group].float()
             for group, (first, last) in enumerate(itertools.pairwise(ends))
         ])  # fmt: skip
         if s.epilogue.custom is not None:
             operands = [self._operand(each, given, 1, m, n)[0] for each in s.epilogue.custom.inputs]
             (z,) = evaluate(s.epilogue.custom, z, operands, dtype=FP32)
         columns = z.shape[1]
-        d = _matrix(given["d"], out_dtype, 1, m if gathered else given["index_rows"], columns, 0, True, given["ldd"])[0]
-        d[slice(None) if gathered else index] = z.to(out_dtype)
+        d = _matrix(given["d"], out_dtype, 1, rows_d, columns, 0, True, given["ldd"])[0]
+        d[index if work == "scattered_m" else slice(None)] = z.to(out_dtype)
 
     def _quantize(self, given: dict[str, Any]) -> None:
         s: Any = self.signature

@@ -12,10 +12,12 @@ import torch
 
 import cutegemm
 from cutegemm import cute, ops
+from cutegemm.emulator import bridge
 from cutegemm.emulator.errors import MisalignedAccess
 from cutegemm.errors import UnsupportedError
 from cutegemm.problem import packing
 from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, SCATTERED
+from tests.emulated.gpus import gpu_of
 from tests.groups import SKEWS, GroupCase, sizes_of
 
 pytest.importorskip("llvmlite")
@@ -25,6 +27,7 @@ SMS = 3
 
 CONFIGS = [
     (RAGGED_M, "128x64x64/coop2/c1x1/s3/serp2", "tn"),
+    (RAGGED_M, "128x64x64/coop2/c2x1/s3/serp2/zig", "tn"),
     (RAGGED_M, "64x64x64/pp/c2x1/s3/g2/zig/pdl", "nt"),
     (RAGGED_M, "64x16x64/coop1/c2x1/s3/g2/swap/skew", "tn"),
     (RAGGED_M, "128x144x64/coop2/c1x1/s3/g2/swap", "tt"),
@@ -55,6 +58,36 @@ def test_groups_of_any_sizes(work, config, majors, integers, seed):
         tail = -sum(sizes) % 8 + 8
         case = GroupCase.random(work, sizes, 160, 72, 136, seed=seed, tail=tail, majors=majors)
     case.run(exact=integers, backend="cute", config=f"sm90/{config}")
+
+
+@pytest.mark.parametrize(
+    ("work", "config", "majors", "ctas", "extents"),
+    [
+        (RAGGED_M, "256x80x64/coop2/c1x1/s3/g2/swap/streamk", "tn", 1, (0, 768, 72)),
+        (RAGGED_M, "256x80x64/coop2/c2x1/s3/g2/swap/zig", "tn", 2, (0, 1536, 72)),
+        (GATHERED, "256x80x64/coop2/c1x1/s3/g2/swap", "tn", 1, (0, 768, 72)),
+        (RAGGED_K, "128x144x64/coop2/c1x1/s2/g2", "nt", 1, (128, 432, 0)),
+    ],
+)
+def test_a_cluster_that_the_waves_do_not_need_computes_nothing(work, config, majors, ctas, extents, seed, monkeypatch):
+    """Thirty tiles on 16 clusters take two waves, and so they do on 15: as many bytes are loaded as by one cluster."""
+    sizes = [80, 40, 0, 160, 80, 1, 80, 81, 79]  # ten tiles of 80 rows
+    if work == RAGGED_K:
+        sizes = [9, 70, 0, 1, 64, 5, 0, 100, 3, 2]
+    case = GroupCase.random(work, sizes, *extents, seed=seed, majors=majors, integers=True, tail=8)
+    loaded = []
+
+    def emulate(*given, **named):
+        (report,) = original(*given, **named, profile=True)
+        loaded.append(report.bytes["bulk load"])
+        return [report]
+
+    original = bridge.emulate
+    monkeypatch.setattr(bridge, "emulate", emulate)
+    for clusters, order in ((16, "g2"), (1, "row")):
+        gpu_of(clusters * ctas, monkeypatch)
+        case.run(exact=True, backend="cute", config=f"sm90/{config.replace('g2', order)}")
+    assert loaded[0] == loaded[1] > 0
 
 
 @pytest.mark.parametrize(

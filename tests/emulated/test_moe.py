@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -14,10 +16,20 @@ SMS = 3
 
 
 @pytest.mark.parametrize(
-    ("tokens", "top_k"), [(21, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 1), (0, 2)))]
+    ("tokens", "top_k", "gathers"),
+    [
+        (21, 2, False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((21, 2, True), (1, 1, False), (0, 2, False))),
+    ],
 )
-def test_forward_and_backward_by_the_kernels(tokens, top_k, seed):
-    """Small integers and relu: sums are exact, so that the kernels and torch round the same numbers."""
+def test_forward_and_backward_by_the_kernels(tokens, top_k, gathers, seed, monkeypatch):
+    """Small integers and relu: sums are exact, so that the kernels and torch round the same numbers.
+
+    gathers: the tokens' rows in a pass in front of the first product.
+    """
+    if gathers:
+        monkeypatch.setattr(sys.modules["cutegemm.moe"], "GATHERED_ROWS", 2)
+        monkeypatch.setattr(sys.modules["cutegemm.moe"], "GATHERED_COLUMNS", 16)
     generator = torch.Generator().manual_seed(seed)
 
     def integers(*shape, most=1):

@@ -10,6 +10,7 @@ import pytest
 from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.work import PartsOfK, WholeK, Work
+from cutegemm.cute.hopper.work_count import narrowed
 
 
 def position(cluster: int, k_rank: int = 0) -> Position:
@@ -54,3 +55,31 @@ def test_warpgroups_share_the_rows_of_each_tile_when_they_cooperate():
     work.first, work.end, work.step, work.first_row = 2, 31, 4, 0
     halves = [work.of_warpgroup(group) for group in range(2)]
     assert [(half.first, half.end, half.step, half.first_row) for half in halves] == [(2, 31, 4, 0), (2, 31, 4, 64)]
+
+
+@pytest.mark.parametrize(
+    ("tiles", "clusters", "computing"),
+    [
+        (0, 132, 132),
+        (1, 132, 132),
+        (120, 132, 132),
+        (124, 132, 124),  # 15/16 of 132 are 123.75
+        (132, 132, 132),
+        (133, 132, 132),  # 67 each in two waves
+        (250, 132, 125),
+        (512, 132, 128),
+        (1024, 132, 128),
+        (1090, 132, 132),  # nine waves of 122
+        (4, 1, 1),
+    ],
+)
+def test_as_many_clusters_as_the_waves_need(tiles, clusters, computing):
+    assert narrowed(tiles, clusters) == computing
+
+
+@pytest.mark.parametrize("clusters", [1, 7, 66, 132])
+def test_fewer_clusters_have_no_more_to_do(clusters):
+    for tiles in range(1, 1200):
+        computing = narrowed(tiles, clusters)
+        assert 15 * clusters <= 16 * computing <= 16 * clusters
+        assert -(-tiles // computing) == -(-tiles // clusters)

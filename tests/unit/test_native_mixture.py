@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -139,6 +140,17 @@ def test_what_records_gradients_is_left_to_python():
             assert native.mixture(*recorded, "silu", None, "auto") is None
             with torch.no_grad():
                 assert isinstance(native.mixture(*recorded, "silu", None, "auto"), torch.Tensor)
+
+
+def test_what_gathers_in_a_pass_of_its_own_is_left_to_python(monkeypatch):
+    module = sys.modules["cutegemm.moe"]
+    monkeypatch.setattr(module, "GATHERED_ROWS", 2)
+    monkeypatch.setattr(module, "GATHERED_COLUMNS", 64)
+    assert_same_outcome(mixture)
+    with served(in_cpp=True) as launched:
+        for _ in range(2):
+            mixture()
+        assert {each.by for each in launched} == {"Python"}
 
 
 def test_calls_with_one_key_launch_one_kernel():

@@ -48,6 +48,9 @@ _STREAMED = ("sm90/128x256x64/coop2/c1x2/s4/serp16/zig/streamk/pdl",)
 """In the shortlists of groups of `STREAMED_ROWS` rows and more too: tiles left over behind whole waves are cut along K,
 and bands of sixteen tiles hold all rows of most groups, whose weights are then read once
 (docs/grouped.md#tall-bands-of-tiles)."""
+_BANDED = ("sm90/128x256x64/coop2/c1x2/s4/serp16/zig/pdl",)
+"""The same in whole tiles, which programs of gate and up also have: on an H200 it took 0.97 to 1.01 of the time of
+`_STREAMED` for experts with 3072 to 28672 columns of gate and up (docs/mixtures.md#gathering-in-a-pass-of-its-own)."""
 STREAMED_ROWS, LARGE_TILE = 256, 128 * 224
 """Rows of a group, rounded up to a power of two. In groups of `LARGE_GROUP` rows cooperative tiles of so many elements
 are not compared otherwise: they took longer on an H200 than `_STREAMED`, where the model expects the opposite."""
@@ -82,7 +85,7 @@ MOST_STAGES = 16
 @functools.lru_cache(maxsize=64)
 def _with_shortlists(signature: Signature) -> tuple[str, ...]:
     """The candidates with shortlists, as they serve a signature."""
-    texts = (*shortlists.configurations(), *_ROW_BY_ROW, *_IN_PARTS, *_STREAMED)
+    texts = (*shortlists.configurations(), *_ROW_BY_ROW, *_IN_PARTS, *_STREAMED, *_BANDED)
     return tuple(dict.fromkeys(_served(text, signature) for text in texts))
 
 
@@ -202,7 +205,7 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
     if signature.work in STREAMED_WORKS and m >= LARGE_GROUP:
         found = [each for each in found if not _is_large(each[0])]
     if signature.work in STREAMED_WORKS and m >= STREAMED_ROWS:
-        found += ((text, False) for text in _STREAMED)
+        found += ((text, False) for text in (*_STREAMED, *(_BANDED if signature.epilogue.gating else ())))
     found += beside_cells(m, n, k, batch)
     if signature.epilogue.gating and m < UNSWAPPED_ROWS:
         # Few of the swapped tiles, which fill the shortlists of few rows, can hold gate and up.

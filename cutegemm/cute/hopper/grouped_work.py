@@ -24,27 +24,36 @@ from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.cute.hopper.groups import Groups
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.work import Region, Tail, Tile, Work
+from cutegemm.cute.hopper.work_count import narrowed
+from cutegemm.cute.tile_order import device_min
 from cutegemm.problem import Signature
 from cutegemm.problem.work import DENSE, TABLE
+
+LARGE_TILE = 128 * 128
+"""Cooperative tiles of more elements are left to fewer clusters where the waves do not need all."""
 
 
 class GroupedWork(Work):
     """Works of products in groups, whose sizes lie on the device; as `work.Work`.
 
-    between: from one of the cluster's works to its next, whichever warpgroup has it.
+    between: from one of the cluster's works to its next, whichever warpgroup has it. narrows: clusters that the waves
+    do not need compute nothing.
     """
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
         super().__init__(config, signature)
+        # Ping-pong and small tiles, which wait for memory, lose as often as they gain.
+        self.narrows = not config.ping_pong and config.persistent and config.bm * config.bn > LARGE_TILE
         if config.stream_k:
-            self.division = Tail()
+            self.division = Tail(self.narrows)
         self.array = TABLE[signature.work].arrays[0]
         self.grouping = grouping.of(config, signature.work)
         self.along = self.grouping.along
         self.groups = Groups(self.grouping.masked, config.stream_k)
         cm, cn = config.cluster
-        # With stream-K tiles take equally long, and CTAs stay in step (docs/grouped.md#tall-bands-of-tiles).
-        self.may_lack_rows = self.along == "row" and not config.ping_pong and not config.stream_k
+        # Warpgroups that skip products run ahead of the others, and what they load leaves the L2 cache too early
+        # (docs/grouped.md#tall-bands-of-tiles). So kernels skip only where whole CTAs of a cluster may lack rows.
+        self.may_lack_rows = self.along == "row" and not config.ping_pong and not config.stream_k and cm > 1
         self.extent = config.bm * cm if self.along == "row" else config.bn * cn
         if self.fold > 1 and config.swapped != (self.along == "column"):
             raise ValueError("groups of columns have no gate and up")
@@ -66,6 +75,16 @@ class GroupedWork(Work):
             # `step` is the number of clusters so far.
             k_tiles = cute.ceil_div(self.k, self.config.bk)
             self.first, self.end, self.step = self.division.start(self.end, k_tiles, self.step, self.position)
+        elif self.narrows:
+            self.step = self.between = narrowed(self.end, self.step, device_min)
+            self.end = self._unless_idle(self.end)
+
+    @cute.jit
+    def _unless_idle(self, end):
+        """The end of this cluster's works: none where it is one of those that the waves do not need."""
+        if self.first >= self.step:
+            end = Int32(0)
+        return end
 
     def _works(self, begin, end):
         """The number of works of a group."""

@@ -186,7 +186,7 @@ class Trial:
 TRIALS = (
     Trial(("pdl",), clusters=6, rings=3, orders=("serp8", "hilbert")),
     Trial(("once/pdl",)),
-    Trial(("zig/pdl", "zig/streamk/pdl"), least_area=128 * 128, clusters=3),
+    Trial(("zig/pdl", "zig/streamk/pdl"), least_area=128 * 128, clusters=3, orders=("serp8", "serp16")),
     Trial(("swap/pdl",), clusters=3, rings=2),
     Trial(("swap/once/pdl", "swap/once/skew/pdl", "swap/skew/pdl"), most_bn=32, rings=3, orders=("row",)),
 )

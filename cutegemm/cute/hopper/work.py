@@ -34,7 +34,7 @@ from cutlass import Int32
 from cutegemm.cute import tile_order
 from cutegemm.cute.hopper.config import BLOCK_ROWS, HopperConfig
 from cutegemm.cute.hopper.position import Position
-from cutegemm.cute.hopper.work_count import whole_tiles
+from cutegemm.cute.hopper.work_count import narrowed, whole_tiles
 from cutegemm.cute.tile_order import device_min
 from cutegemm.problem import Signature
 
@@ -297,14 +297,29 @@ class Tail:
     cache holds. `Stretches` would each begin at another k tile: with a long K the operands of each tile would be read
     from memory again.
 
-    tiles: how many there are. That is all that is kept from tile to tile, because registers are scarce.
+    tiles: how many there are. That is all that is kept from tile to tile, because registers are scarce. narrows: tiles
+    that would not be cut are left to fewer clusters, where the waves do not need all.
     """
+
+    def __init__(self, narrows: bool) -> None:
+        self.narrows = narrows
 
     def start(self, tiles, k_tiles, clusters, position: Position) -> tuple:
         """As `Stretches.start`."""
         self.tiles, self.clusters, self.cluster = tiles, clusters, position.cluster
         self.k_tiles = cutlass.max(k_tiles, Int32(1))
-        return Int32(0), self._works(), Int32(1)
+        if not self.narrows:
+            return Int32(0), self._works(), Int32(1)
+        self.clusters = self._enough()
+        return Int32(0), self._unless_idle(self._works()), Int32(1)
+
+    @cute.jit
+    def _enough(self):
+        """The clusters that compute."""
+        clusters = self.clusters
+        if self.rest()[1] == 1:
+            clusters = narrowed(self.tiles, clusters, device_min)
+        return clusters
 
     @cute.jit
     def _works(self):
@@ -312,6 +327,13 @@ class Tail:
         works, (rest, parts) = self.tiles // self.clusters, self.rest()
         if self.cluster < rest * parts:
             works = works + 1
+        return works
+
+    @cute.jit
+    def _unless_idle(self, works):
+        """None where this is one of the clusters that the waves do not need."""
+        if self.cluster >= self.clusters:
+            works = Int32(0)
         return works
 
     def rest(self) -> tuple:

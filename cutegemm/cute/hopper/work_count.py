@@ -25,11 +25,8 @@ def works(config: HopperConfig, problem: Problem) -> int:
 
 
 def clusters(config: HopperConfig, problem: Problem, arch: Arch) -> int:
-    """Clusters of the grid: one a work, or of persistent CTAs as many as the GPU holds at a time, or a few less.
-
-    512 tiles take four waves on 132 SMs, and on 128 as well: then the grid has 128. No SM has more to do, and fewer
-    share the L2 cache and the power (in DeepGEMM too; docs/performance.md has what it gains). Fewer than 15/16 of what
-    the GPU holds are not taken: tiles that wait for memory would have less of it.
+    """Clusters of the grid: one a work, or of persistent CTAs as many as the GPU holds at a time, or a few less
+    (`narrowed`). Where the device knows the sizes, large cooperative tiles leave clusters idle themselves.
     """
     count = works(config, problem)
     most = resident_clusters(arch, config.cluster_ctas)
@@ -40,8 +37,20 @@ def clusters(config: HopperConfig, problem: Problem, arch: Arch) -> int:
         return count
     if config.stream_k or config.parts > 1 or counted:
         return most
-    fewest = -(-count // -(-count // most))
-    return fewest if 16 * fewest >= 15 * most else most
+    return narrowed(count, most)
+
+
+def narrowed(tiles: Any, clusters: Any, smallest: Callable[[Any, Any], Any] = min) -> Any:
+    """How many of the clusters that the GPU holds compute that many tiles, which each takes whole.
+
+    512 tiles take four waves on 132 SMs, and on 128 as well: then 128 compute. No SM has more to do, and fewer share
+    the L2 cache and the power (in DeepGEMM too; docs/performance.md has what it gains). Not fewer than 15/16 of them:
+    tiles that wait for memory would have less of it. Arithmetic as that of `whole_tiles`.
+    """
+    waves = (tiles - smallest(tiles, 1)) // clusters + 1
+    fewest = (tiles + waves - 1) // waves
+    enough = smallest(16 * fewest // (15 * clusters), 1)
+    return clusters - enough * (clusters - fewest)
 
 
 def shares(config: HopperConfig, problem: Problem, arch: Arch) -> tuple[int, int]:

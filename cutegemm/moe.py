@@ -383,7 +383,7 @@ def _of_hidden(
         outs.append(torch.empty_like(gate))
     values = {ACC[0]: gate, ACC[1]: up, WEIGHT: weight}
     settings.product(dy, down, ends, text=text, operands=[values[each] for each in reads], out=tuple(outs))
-    return both, outs[-1].float().sum(1).to(weight.dtype) if wants[1] else None
+    return both, outs[-1].sum(1, dtype=torch.float32).to(weight.dtype) if wants[1] else None
 
 
 def check(

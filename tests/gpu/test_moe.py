@@ -15,14 +15,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("tokens", "top_k", "count"), [(1, 8, 128), (16, 8, 128), (3000, 2, 8), (700, 1, 33), (0, 2, 8)]
+    ("tokens", "top_k", "count", "hidden"),
+    [(1, 8, 128, 136), (16, 8, 128, 136), (3000, 2, 8, 136), (700, 1, 33, 136), (0, 2, 8, 136), (1100, 2, 8, 4096)],
 )
-def test_results_and_gradients(tokens, top_k, count, dtype, seed):
-    """The same to the bit each time, and near those of float64."""
-    given = drawn((tokens,), top_k, count, 264, 136, 520, dtype, seed, "cuda")
+def test_results_and_gradients(tokens, top_k, count, hidden, dtype, seed):
+    """The same to the bit each time, and near those of float64. The last gathers rows in a pass of their own."""
+    given = drawn((tokens,), top_k, count, 264, hidden, 520, dtype, seed, "cuda")
     with torch.no_grad():
         given[3].mul_(264**-0.5)
-        given[4].mul_(136**-0.5)
+        given[4].mul_(hidden**-0.5)
     generator = torch.Generator(device="cuda").manual_seed(seed)
     upstream = torch.randn(tokens, 520, device="cuda", generator=generator).to(dtype)
     found = []

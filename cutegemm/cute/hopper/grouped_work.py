@@ -52,8 +52,10 @@ class GroupedWork(Work):
         self.groups = Groups(self.grouping.masked, config.stream_k)
         cm, cn = config.cluster
         # Warpgroups that skip products run ahead of the others, and what they load leaves the L2 cache too early
-        # (docs/grouped.md#tall-bands-of-tiles). So kernels skip only where whole CTAs of a cluster may lack rows.
-        self.may_lack_rows = self.along == "row" and not config.ping_pong and not config.stream_k and cm > 1
+        # (docs/grouped.md#tall-bands-of-tiles). So kernels skip only where whole CTAs of a cluster may lack rows. With
+        # one warpgroup a CTA there is nothing to run ahead of.
+        apart = cm > 1 or config.consumers == 1
+        self.may_lack_rows = self.along == "row" and not config.ping_pong and not config.stream_k and apart
         self.extent = config.bm * cm if self.along == "row" else config.bn * cn
         if self.fold > 1 and config.swapped != (self.along == "column"):
             raise ValueError("groups of columns have no gate and up")

@@ -45,9 +45,6 @@ from cutegemm.run.routing import Routing
 WEIGHT = Source("operand", 0)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ACCEPTED = ", ".join(map(str, DTYPES))
-GATHERED_ROWS, GATHERED_COLUMNS = 256, 8192
-"""Of so many rows an expert and columns of gate and up, rows are gathered in a pass in front of the first product
-(docs/mixtures.md#gathering-in-a-pass-of-its-own)."""
 
 
 def moe(
@@ -64,7 +61,7 @@ def moe(
     """A mixture of gated MLPs: each token's sum over its experts e of weight * down_e(act(gate_e(x)) * up_e(x)).
 
     Tokens are sorted by expert on the device, and nothing is copied to the host: a captured CUDA graph replays with
-    other experts. Two products in groups follow. The first gathers the tokens' rows while it loads them, and its
+    other experts. Two products in groups follow. The first gathers the tokens' rows (`grouped_gemm(rows=)`), and its
     epilogue is the gating times the weight; the second stores the rows at the tokens' slots, which are added up.
 
     Args:
@@ -141,8 +138,7 @@ def unrecorded(
     tokens, chosen, scales = by_tokens(x, experts, weights)
     operands = tokens, _stacked(w_gate_up), w_down
     route = routing.route(chosen, scales.detach(), w_gate_up.shape[0], settings.backend)
-    tokens, route = gathered(tokens, operands[1], route)
-    result: torch.Tensor = settings.composed(route, tokens, *operands[1:], scales)
+    result: torch.Tensor = settings.composed(route, *operands, scales)
     if tell:
         with fused.planning():
             how = settings.launches(chosen, scales, *operands)
@@ -225,7 +221,7 @@ class Settings(NamedTuple):
             a, b, ends, rows=rows, places=places, epilogue=program_of(text), operands=operands, out=out, **options
         )
 
-    def hidden(self, x: Any, route: Routing, gate_up: Any, weight: Any, text: str) -> Any:
+    def hidden(self, x: Any, gate_up: Any, weight: Any, route: Routing, text: str) -> Any:
         """H, (tokens * top_k, F) in sorted order, and what else the program gives; weight: of each row, (rows, 1)."""
         return self.product(x, gate_up.mT, route.ends, text=text, operands=(weight,), rows=route.rows)
 
@@ -241,8 +237,6 @@ class Settings(NamedTuple):
         from cutegemm.run import routing_kernels, steps
 
         slots, count = experts.numel(), gate_up.shape[0]
-        if gathers_first(slots, gate_up):
-            return None
         sorting = routing_kernels.plan_of(experts, weights, count) if self.backend in ("auto", "cute") else None
         if sorting is None:
             return None
@@ -269,23 +263,8 @@ class Settings(NamedTuple):
         """The mixture by calls that know every order of derivative."""
         text = programs_of(self.activation, weights.dtype, x.dtype, (False, False))[0]
         weight = _of_rows(weights, route) if route.weights is None else route.weights
-        rows = self.hidden(x, route, gate_up, weight, text)
+        rows = self.hidden(x, gate_up, weight, route, text)
         return self.combined(rows, down.mT, route, weights.shape[1])
-
-
-def gathers_first(slots: int, gate_up: torch.Tensor) -> bool:
-    """Whether rows are gathered in a pass of their own: the first product's own gathering loads each row once a column
-    of tiles.
-    """
-    return slots >= GATHERED_ROWS * gate_up.shape[0] and gate_up.shape[1] >= GATHERED_COLUMNS
-
-
-def gathered(x: Any, gate_up: torch.Tensor, route: Routing) -> tuple[Any, Routing]:
-    """The tokens, and the route, as the first product takes them. Not for what derivatives are recorded of: that of
-    `index_select` is not deterministic."""
-    if route.rows is None or not gathers_first(route.rows.shape[0], gate_up):
-        return x, route
-    return x.index_select(0, route.rows), route._replace(rows=None)
 
 
 def _of_rows(weights: torch.Tensor, route: Routing) -> torch.Tensor:
@@ -342,7 +321,7 @@ class Mixture(torch.autograd.Function):
         needs = ctx.needs_input_grad
         ctx.settings, ctx.wants = settings, (needs[0] or needs[1], needs[3])
         text = programs_of(activation, weights.dtype, x.dtype, ctx.wants)[0]
-        results = settings.hidden(*gathered(x, gate_up, route), gate_up, weight, text)
+        results = settings.hidden(x, gate_up, weight, route, text)
         h, gate, up = results if any(ctx.wants) else (results, None, None)
         ctx.save_for_backward(x, gate_up, down, weights, *route, h if needs[2] else None, gate, up)
         return settings.combined(h, down.mT, route, weights.shape[1])

@@ -272,7 +272,11 @@ def describe(
 
     copies: list[tuple[str, str]] = []
     groups = sizes.groups
-    if ITEMSIZE[dtype] == 1:
+    gathers = sizes.work == GATHERED and packing.gathers(sizes.m, groups, sizes.n, ITEMSIZE[dtype])
+    if gathers:
+        matrix_a = packing.of_gathered(a, sizes.m, copies)
+        matrix_b = request.operand_of("b", b, sizes.k, sizes.n, copies)
+    elif ITEMSIZE[dtype] == 1:
         seen = request.matrix_of(a, a.shape[-2], sizes.k), request.matrix_of(b, sizes.k, sizes.n)
         matrix_a, matrix_b = packing.operands(a, b, *seen, copies)
     else:
@@ -292,7 +296,7 @@ def describe(
     ]  # fmt: skip
     problem = Problem(
         sizes.m, sizes.n, sizes.k, groups, dtype, str(resolved[0].dtype), precision, matrix_a, matrix_b, None,
-        results[0], Epilogue(), sizes.work, b_dtype=b_dtype,
+        results[0], Epilogue(), RAGGED_M if gathers else sizes.work, b_dtype=b_dtype,
     )  # fmt: skip
     terms = program_request.readable_terms(program, operands, columns)
     if terms is not None and terms.bias is not None and operands[terms.bias].dim() == 3:
@@ -300,7 +304,7 @@ def describe(
     problem = program_request.with_epilogue(problem, program, terms, matrices, results[1:])
     temporaries = frozenset(number for number, (_, apart) in enumerate(targets) if apart)
     shapes = (shape,) * len(resolved)
-    return ProgramRequest(problem, a.device, tuple(copies), program, shapes, temporaries, terms)
+    return ProgramRequest(problem, a.device, tuple(copies), program, shapes, temporaries, terms, gathers)
 
 
 def check_sizes(a: torch.Tensor, given: Sizes) -> None:

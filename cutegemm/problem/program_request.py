@@ -30,6 +30,7 @@ class ProgramRequest(NamedTuple):
         program: of the problem; every output has a dtype.
         shapes: of all results. temporaries: the numbers of those that are computed apart and copied into `out`.
         terms: the problem's epilogue has the terms of a plain `gemm`, which are these operands; None for a program.
+        gathers: the copy of A has the rows that an index names, for a problem whose rows lie in order.
     """
 
     problem: Problem
@@ -39,6 +40,7 @@ class ProgramRequest(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     temporaries: frozenset[int]
     terms: Terms | None
+    gathers: bool = False
 
     @property
     def swapped(self) -> bool:

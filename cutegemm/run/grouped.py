@@ -16,8 +16,8 @@ from cutegemm.problem import grouped_request, packing, torch_dtype
 from cutegemm.problem.grouped_request import Sizes
 from cutegemm.problem.program.graph import Program
 from cutegemm.problem.program_request import ProgramRequest, Results
+from cutegemm.problem.work import GATHERED, Work
 from cutegemm.problem.work import TABLE as WORKS
-from cutegemm.problem.work import Work
 from cutegemm.run import call, fused
 from cutegemm.run.environment import is_on
 from cutegemm.run.how import How
@@ -84,15 +84,18 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
     dtypes = [torch_dtype(str(output.dtype)) for output in asked.program.outputs]
     copied, temporaries = asked.copied, asked.temporaries
     checks = is_on("CUTEGEMM_DEBUG")
-    work = WORKS[problem.work]
+    work = WORKS[GATHERED if asked.gathers else problem.work]
+    taken = len(WORKS[problem.work].arrays)
     names = ["counts" if work.masked else "offsets", "rows" if work.indexed == "a" else "places"]
     extent = {"m": problem.m, "n": problem.n, "k": problem.k}[work.ragged or "m"]
-    limit = getattr(problem, work.indexed).rows if work.indexed else 0
+    limit = problem.d.rows if work.indexed == "d" else 0
 
     def run(a: Any, b: Any, arrays: Arrays, operands: Sequence[Any], out: Any) -> Results:
         if checks:
-            check_arrays(arrays, extent, work, limit)
-        if "a" in copied:
+            check_arrays(arrays, extent, work, a.shape[0] if work.indexed == "a" else limit)
+        if asked.gathers:
+            a = packing.gathered(a, arrays[1])
+        elif "a" in copied:
             a = packing.copied("a", a, along_k=work.divided == "a")
         if "b" in copied:
             b = packing.copied("b", b, along_k=work.divided == "b")
@@ -107,7 +110,7 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
             else own
             for number, (own, shape, dtype) in enumerate(zip(given, asked.shapes, dtypes, strict=True))
         )  # fmt: skip
-        core(a, b, operands, outs, arrays)
+        core(a, b, operands, outs, arrays[:taken])
         for number in temporaries:
             given[number].copy_(outs[number])  # type: ignore[union-attr]
         results = tuple(made if own is None else own for own, made in zip(given, outs, strict=True))

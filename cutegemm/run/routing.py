@@ -13,13 +13,12 @@ class Routing(NamedTuple):
     """The sorted order of tokens * top_k slots, slot = token * top_k + choice; on the device.
 
     ends: (E,) int32, before which row each expert's rows end. places: int32, the slot of each row. rows: int32, its
-    token; None where the rows of x are in that order already. weights: (rows, 1), its weight, 0 where its expert was
-    out of bounds; None where nobody sorted them.
+    token. weights: (rows, 1), its weight, 0 where its expert was out of bounds; None where nobody sorted them.
     """
 
     ends: torch.Tensor
     places: torch.Tensor
-    rows: torch.Tensor | None
+    rows: torch.Tensor
     weights: torch.Tensor | None
 
 

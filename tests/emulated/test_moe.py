@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
 import cutegemm
 from cutegemm.nn import Fp8MoE
+from cutegemm.problem import packing
 
 pytest.importorskip("llvmlite")
 pytestmark = pytest.mark.usefixtures("few_sms", "fresh_timing")
@@ -28,8 +27,8 @@ def test_forward_and_backward_by_the_kernels(tokens, top_k, gathers, seed, monke
     gathers: the tokens' rows in a pass in front of the first product.
     """
     if gathers:
-        monkeypatch.setattr(sys.modules["cutegemm.moe"], "GATHERED_ROWS", 2)
-        monkeypatch.setattr(sys.modules["cutegemm.moe"], "GATHERED_COLUMNS", 16)
+        monkeypatch.setattr(packing, "GATHERED_ROWS", 2)
+        monkeypatch.setattr(packing, "GATHERED_COLUMNS", 16)
     generator = torch.Generator().manual_seed(seed)
 
     def integers(*shape, most=1):

@@ -127,15 +127,23 @@ def test_experts_in_8_bits(dtype, scaling, seed):
         Fp8MoE.from_weights(gate_up / 16, down / 12, dtype, scaling=scaling, backend=backend)
         for backend in ("cute", "torch")
     )
-    want = plain(x, experts, weights)
-    agree(made(x, experts, weights), want, 0.03)  # a hidden number may be rounded to its neighbour in 8 bits
+
+    def near(found):
+        """Each token's result is; hidden numbers, and scales of tensors, may be rounded to their neighbours.
+
+        With two of a hundred hidden numbers one step of bf16 apart, tokens differ by up to 0.07 on the CPU (24 seeds).
+        """
+        want = plain(x, experts, weights).float()
+        assert ((found - want).norm(dim=1) <= 0.15 * want.norm(dim=1)).all()
+
+    near(made(x, experts, weights))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = made(x, experts, weights)
     for _ in range(3):
         experts.copy_(torch.rand((300, 8), device="cuda").topk(2).indices)
         graph.replay()
-        agree(found, plain(x, experts, weights), 0.03)
+        near(found)
     torch.cuda.set_sync_debug_mode("error")
     try:
         made(x, experts, weights)

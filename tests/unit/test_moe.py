@@ -169,38 +169,6 @@ def test_the_products_of_a_step(seed, monkeypatch):
     ])  # fmt: skip
 
 
-def test_rows_of_wide_experts_are_gathered_in_a_pass_of_their_own(seed, monkeypatch):
-    """Where nothing records the pass: its derivative, an addition to rows in any order, is not deterministic."""
-    module = sys.modules["cutegemm.moe"]
-    product, gathers = module.grouped_gemm, []
-
-    def counted(a, b, ends, **options):
-        gathers.append(options["rows"] is not None)
-        return product(a, b, ends, **options)
-
-    monkeypatch.setattr(module, "grouped_gemm", counted)
-    given = drawn(seed=seed)
-
-    def step(graph):
-        found = function(*given)
-        return [found, *torch.autograd.grad(found.square().sum(), leaves(given), create_graph=graph)]
-
-    want = step(False)
-    assert any(gathers)
-    monkeypatch.setattr(module, "GATHERED_COLUMNS", 12)
-    for rows, first in ((3, False), (2, True)):  # 14 rows of five experts
-        monkeypatch.setattr(module, "GATHERED_ROWS", rows)
-        gathers.clear()
-        for mine, theirs in zip(step(False), want, strict=True):
-            torch.testing.assert_close(mine, theirs)
-        assert any(gathers) is not first
-        with torch.no_grad():
-            torch.testing.assert_close(function(*given), want[0].detach())
-    gathers.clear()
-    step(True)
-    assert any(gathers)
-
-
 # Dynamo itself makes an instance of torch.autograd.Function.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("autocast", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.autograd import forward_ad
 
 import cutegemm
 from cutegemm import native
+from cutegemm.problem import packing
 from cutegemm.run import fused
 from tests.native_cases import (
     assert_each_has_a_launch_of_its_own,
@@ -143,9 +143,8 @@ def test_what_records_gradients_is_left_to_python():
 
 
 def test_what_gathers_in_a_pass_of_its_own_is_left_to_python(monkeypatch):
-    module = sys.modules["cutegemm.moe"]
-    monkeypatch.setattr(module, "GATHERED_ROWS", 2)
-    monkeypatch.setattr(module, "GATHERED_COLUMNS", 64)
+    monkeypatch.setattr(packing, "GATHERED_ROWS", 2)
+    monkeypatch.setattr(packing, "GATHERED_COLUMNS", 64)
     assert_same_outcome(mixture)
     with served(in_cpp=True) as launched:
         for _ in range(2):

@@ -22,6 +22,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
@@ -131,6 +132,8 @@ def problems(options: argparse.Namespace) -> list[Problem]:
     unscaled = [dtype for dtype in dtypes if dtype in PRODUCTS and ITEMSIZE[dtype] != 1]
     if options.scaling and unscaled:
         raise ValueError(f"--scaling: got {options.scaling} with {unscaled[0]}; scales are of fp8 and int8 operands")
+    if options.work == "gathered_m":
+        _refuse_copied_rows(options.batch, dtypes, shapes)
     kinds = itertools.product(dtypes, shapes)
     if options.epilogue is not None:
         return _with_programs(options, list(kinds))
@@ -143,6 +146,18 @@ def problems(options: argparse.Namespace) -> list[Problem]:
         )
         for dtype, ((m, n, k), majors) in kinds
     ]  # fmt: skip
+
+
+def _refuse_copied_rows(groups: int, dtypes: Iterable[str], shapes: Iterable[suites.Laid]) -> None:
+    """Raises ValueError for gathered rows that `grouped_gemm` copies in front of another kind of product."""
+    from cutegemm.problem import packing
+
+    for dtype, ((m, n, k), _) in itertools.product(dtypes, shapes):
+        if packing.gathers(m, groups, n, ITEMSIZE.get(dtype, 0)):
+            raise ValueError(
+                f"--work: got gathered_m with {m}x{n}x{k} in {groups} groups, whose rows are copied in front of the "
+                "product; ragged_m is accepted, whose winner such calls take"
+            )
 
 
 def _refuse_beside_moe(options: argparse.Namespace) -> None:

@@ -65,7 +65,10 @@ def test_what_is_asked():
         (("--shapes", "64", "--jobs", "0"), "--jobs"),
         (("--shapes", "64", "--batch", "0"), "--batch"),
         (("--shapes", "64", "--work", "ragged_m", "--batch", "1025"), "--batch: got 1025 with --work ragged_m"),
-        (("--shapes", "512x8192x64", "--work", "gathered_m", "--batch", "2"), "512x8192x64 in 2 groups, whose rows are"),
+        (
+            ("--shapes", "512x8192x64", "--work", "gathered_m", "--batch", "2"),
+            "512x8192x64 in 2 groups, whose rows are",
+        ),
         (("--shapes", "64", "--precision", "tf32"), "fp32"),
         (("--suite", "large"), "'large'"),
         (("--shapes", "64", "--arch", "sm_70", "--compile-only"), "sm_70"),

@@ -153,7 +153,7 @@ def _refuse_copied_rows(groups: int, dtypes: Iterable[str], shapes: Iterable[sui
     from cutegemm.problem import packing
 
     for dtype, ((m, n, k), _) in itertools.product(dtypes, shapes):
-        if packing.gathers(m, groups, n, ITEMSIZE.get(dtype, 0)):
+        if packing.gathers_first(m, m, groups, n, ITEMSIZE.get(dtype, 0)):
             raise ValueError(
                 f"--work: got gathered_m with {m}x{n}x{k} in {groups} groups, whose rows are copied in front of the "
                 "product; ragged_m is accepted, whose winner such calls take"

@@ -272,9 +272,9 @@ def describe(
 
     copies: list[tuple[str, str]] = []
     groups = sizes.groups
-    gathers = sizes.work == GATHERED and packing.gathers(sizes.m, groups, sizes.n, ITEMSIZE[dtype])
+    gathers = sizes.work == GATHERED and packing.gathers_first(a.shape[0], sizes.m, groups, sizes.n, ITEMSIZE[dtype])
     if gathers:
-        matrix_a = packing.of_gathered(a, sizes.m, copies)
+        matrix_a = packing.ordered(a, sizes.m, copies)
         matrix_b = request.operand_of("b", b, sizes.k, sizes.n, copies)
     elif ITEMSIZE[dtype] == 1:
         seen = request.matrix_of(a, a.shape[-2], sizes.k), request.matrix_of(b, sizes.k, sizes.n)

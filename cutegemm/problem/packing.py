@@ -8,7 +8,7 @@ Divided by groups: a box of TMA begins at a multiple of 16 bytes of a contiguous
 illegal instruction; and a group begins anywhere. So an operand whose rows (or B's columns) groups divide is copied
 where these are contiguous in memory.
 
-Gathered rows of A are copied where `gathers` says that a pass of its own takes less time than the product's gathering.
+Rows of A that an index names are copied into their order where `gathers_first` says that this is faster.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from cutegemm.problem.operand import Matrix
 STEP = 16
 """Bytes that the distance of packed rows is a multiple of."""
 GATHERED_ROWS, GATHERED_COLUMNS, GATHERED_BYTES = 256, 8192, 2
-"""Rows a group and columns of the product from which on gathered rows, of so many bytes an element, are copied first
-(docs/grouped.md#gathering-in-a-pass-of-its-own)."""
+"""The least rows a group, the least columns of the product, and the bytes of an element, for which rows that an index
+names are copied into their order first (docs/grouped.md#gathering-in-a-pass-of-its-own)."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -77,20 +77,22 @@ def divided(name: str, tensor: torch.Tensor, matrix: Matrix, copies: list[tuple[
     return found if name == "a" else found.transposed()
 
 
-def gathers(rows: int, groups: int, columns: int, itemsize: int) -> bool:
-    """Whether gathered rows of A are copied in front of a product of groups of so many rows in all."""
+def gathers_first(a_rows: int, rows: int, groups: int, columns: int, itemsize: int) -> bool:
+    """Whether `rows` rows of A, in all groups, are copied in front of the product. A itself is copied too, so it must
+    not have more.
+    """
     wide = columns >= GATHERED_COLUMNS and itemsize == GATHERED_BYTES
-    return wide and rows >= GATHERED_ROWS * groups
+    return wide and rows >= GATHERED_ROWS * groups and a_rows <= rows
 
 
-def of_gathered(a: torch.Tensor, rows: int, copies: list[tuple[str, str]]) -> Matrix:
-    """How kernels see the copy of so many rows of A, (rows, K), that `gathered` makes; names A in `copies`."""
-    copies.append(("a", f"rows: a pass that gathers {rows} rows once takes less time than gathering in the product"))
+def ordered(a: torch.Tensor, rows: int, copies: list[tuple[str, str]]) -> Matrix:
+    """How kernels see the copy of so many rows of A, (rows, K), that `in_order` makes; names A in `copies`."""
+    copies.append(("a", f"rows: {rows} rows are gathered in front of a product of so many columns, not within it"))
     return _rows(a, rows, a.shape[1])
 
 
-def gathered(a: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The rows of A that an int32 index names, as `of_gathered` describes them; zeros for an entry that is no row."""
+def in_order(a: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The rows of A that an int32 index names, as `ordered` describes them; zeros for an entry that is no row."""
     count, k = a.shape
     made = a.new_empty(count + 1, _padded(k, a.element_size()))
     made[:count, :k] = a.detach()

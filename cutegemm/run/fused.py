@@ -221,13 +221,13 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
     copied, temporaries = asked.copied, asked.temporaries
 
     def run(a: Any, b: Any, operands: Sequence[Any], out: Any) -> Results:
+        given = (None,) * len(dtypes) if out is None else (out,) if isinstance(out, torch.Tensor) else out
+        if out is not None:
+            check_writable(given, a, b, operands)
         if "a" in copied:
             a = packing.copied("a", a)
         if "b" in copied:
             b = packing.copied("b", b)
-        given = (None,) * len(dtypes) if out is None else (out,) if isinstance(out, torch.Tensor) else out
-        if out is not None:
-            check_writable(given, a, b, operands)
         outs = tuple(
             torch.empty(shape, dtype=dtype, device=asked.device) if own is None or number in temporaries else own
             for number, (own, shape, dtype) in enumerate(zip(given, asked.shapes, dtypes, strict=True))

@@ -93,17 +93,17 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
     def run(a: Any, b: Any, arrays: Arrays, operands: Sequence[Any], out: Any) -> Results:
         if checks:
             check_arrays(arrays, extent, work, a.shape[0] if work.indexed == "a" else limit)
-        if asked.gathers:
-            a = packing.gathered(a, arrays[1])
-        elif "a" in copied:
-            a = packing.copied("a", a, along_k=work.divided == "a")
-        if "b" in copied:
-            b = packing.copied("b", b, along_k=work.divided == "b")
         new = out is None or out is ZEROS
         given = (None,) * len(dtypes) if new else (out,) if isinstance(out, torch.Tensor) else out
         make = torch.zeros if out is ZEROS else torch.empty
         if not new:
             fused.check_writable(given, a, b, operands, dict(zip(names, arrays, strict=False)))
+        if asked.gathers:
+            a = packing.in_order(a, arrays[1])
+        elif "a" in copied:
+            a = packing.copied("a", a, along_k=work.divided == "a")
+        if "b" in copied:
+            b = packing.copied("b", b, along_k=work.divided == "b")
         outs = tuple(
             make(shape, dtype=dtype, device=asked.device) if own is None
             else torch.empty(shape, dtype=dtype, device=asked.device).copy_(own) if number in temporaries

@@ -14,6 +14,7 @@ import cutegemm
 from cutegemm import cute, ops
 from cutegemm.emulator import bridge
 from cutegemm.emulator.errors import MisalignedAccess
+from cutegemm.emulator.ops import bulk, tma
 from cutegemm.errors import UnsupportedError
 from cutegemm.problem import packing
 from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, SCATTERED
@@ -75,19 +76,27 @@ def test_a_cluster_that_the_waves_do_not_need_computes_nothing(work, config, maj
     if work == RAGGED_K:
         sizes = [9, 70, 0, 1, 64, 5, 0, 100, 3, 2]
     case = GroupCase.random(work, sizes, *extents, seed=seed, majors=majors, integers=True, tail=8)
-    loaded = []
+    loaded, asking = [], []
 
     def emulate(*given, **named):
         (report,) = original(*given, **named, profile=True)
         loaded.append(report.bytes["bulk load"])
         return [report]
 
+    class Asker(bulk.Asker):
+        def __init__(self, *given):
+            super().__init__(*given)
+            asking[-1].add((self.wave, self.c))
+
     original = bridge.emulate
     monkeypatch.setattr(bridge, "emulate", emulate)
+    monkeypatch.setattr(tma, "Asker", Asker)
     for clusters, order in ((16, "g2"), (1, "row")):
         gpu_of(clusters * ctas, monkeypatch)
+        asking.append(set())
         case.run(exact=True, backend="cute", config=f"sm90/{config.replace('g2', order)}")
     assert loaded[0] == loaded[1] > 0
+    assert [len(each) for each in asking] == [15 * ctas, ctas]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 import cutegemm
 from cutegemm.nn import Fp8MoE
 from cutegemm.problem import packing
+from cutegemm.run import grouped
 
 pytest.importorskip("llvmlite")
 pytestmark = pytest.mark.usefixtures("few_sms", "fresh_timing")
@@ -29,6 +30,10 @@ def test_forward_and_backward_by_the_kernels(tokens, top_k, gathers, seed, monke
     if gathers:
         monkeypatch.setattr(packing, "GATHERED_ROWS", 2)
         monkeypatch.setattr(packing, "GATHERED_COLUMNS", 16)
+    grouped.memo.clear()
+    passes = []
+    in_order = packing.in_order
+    monkeypatch.setattr(packing, "in_order", lambda *given: passes.append(given) or in_order(*given))
     generator = torch.Generator().manual_seed(seed)
 
     def integers(*shape, most=1):
@@ -44,6 +49,8 @@ def test_forward_and_backward_by_the_kernels(tokens, top_k, gathers, seed, monke
     for backend in ("cute", "torch"):
         d = cutegemm.moe(x, experts, weights, gate_up, down, activation="relu", backend=backend)
         found.append([d, *torch.autograd.grad(d, (x, weights, gate_up, down), upstream)])
+    grouped.memo.clear()
+    assert bool(passes) is gathers
     for mine, theirs in zip(*found, strict=True):
         assert torch.equal(mine, theirs)
     assert not tokens or found[0][0].abs().max() > 0

@@ -128,22 +128,24 @@ def test_experts_in_8_bits(dtype, scaling, seed):
         for backend in ("cute", "torch")
     )
 
-    def near(found):
-        """Each token's result is; hidden numbers, and scales of tensors, may be rounded to their neighbours.
+    def check(found):
+        """Compares with torch. Hidden numbers, and scales of tensors, may be rounded to their neighbours.
 
-        With two of a hundred hidden numbers one step of bf16 apart, tokens differ by up to 0.07 on the CPU (24 seeds).
+        With two of a hundred hidden numbers one step of bf16 apart, a token differs by up to 0.07 on the CPU, and all
+        of them by up to 0.026 (24 seeds).
         """
         want = plain(x, experts, weights).float()
         assert ((found - want).norm(dim=1) <= 0.15 * want.norm(dim=1)).all()
+        assert (found - want).norm() <= 0.05 * want.norm()
 
-    near(made(x, experts, weights))
+    check(made(x, experts, weights))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = made(x, experts, weights)
     for _ in range(3):
         experts.copy_(torch.rand((300, 8), device="cuda").topk(2).indices)
         graph.replay()
-        near(found)
+        check(found)
     torch.cuda.set_sync_debug_mode("error")
     try:
         made(x, experts, weights)

@@ -15,6 +15,7 @@ from cutegemm import backend, ops
 from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import Problem, grouped_request, packing
 from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, SCATTERED
+from cutegemm.run import grouped as run_grouped
 from tests.groups import SKEWS, WORKS, GroupCase, sizes_of
 
 ENDS = torch.tensor([3, 3, 10, 12], dtype=torch.int32)
@@ -44,49 +45,68 @@ def test_operands_that_groups_divide_are_seen_along_k(work, name, dtype):
 
 
 def test_rows_of_large_wide_groups_are_gathered_in_a_pass_of_their_own(capsys):
-    """From 256 rows a group and 8192 columns on, in 16 bits; the product then has its rows in order."""
-    for rows, columns, dtype, first in (
-        (512, 8192, "bf16", True), (511, 8192, "bf16", False), (512, 8191, "fp16", False), (512, 8192, "fp32", False),
-        (512, 8192, "e4m3", False),
+    """From 256 rows a group and 8192 columns on, in 16 bits, of an A that has no more; they then lie in order."""
+    for rows, columns, dtype, a_rows, first in (
+        (512, 8192, "bf16", 512, True), (511, 8192, "bf16", 511, False), (512, 8191, "fp16", 512, False),
+        (512, 8192, "fp32", 512, False), (512, 8192, "e4m3", 512, False), (512, 8192, "fp16", 513, False),
+        (512, 8192, "fp16", 0, True),
     ):  # fmt: skip
         case = GroupCase.random(GATHERED, [rows - 3, 3], rows, columns, 16, dtype)
+        a = case.a.new_empty(a_rows, 16)
         asked = grouped_request.describe(
-            case.a, case.b, grouped_request.Sizes(**case.given), case.program(), (), None, None, None
+            a, case.b, grouped_request.Sizes(**case.given), case.program(), (), None, None, None
         )
         assert asked.gathers is first
         assert asked.problem.work == (RAGGED_M if first else GATHERED)
         assert ("a" in asked.copied) is first
     case = GroupCase.random(GATHERED, [700, 3], 703, 8192, 16)
     cutegemm.explain(case.a, case.b, **case.given)
-    said = "copied first: a  rows: a pass that gathers 703 rows once takes less time than gathering in the product"
+    said = "copied first: a  rows: 703 rows are gathered in front of a product of so many columns, not within it"
     assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("majors", ["tt", "nn"])
 @pytest.mark.parametrize("k", [5, 16])
 def test_the_pass_gives_the_rows_that_are_named(majors, k, seed, monkeypatch):
-    monkeypatch.setattr(packing, "GATHERED_ROWS", 1)
     monkeypatch.setattr(packing, "GATHERED_COLUMNS", 1)
+    memo, passes = run_grouped.memo, []
+    in_order = packing.in_order
+    monkeypatch.setattr(packing, "in_order", lambda *given: passes.append(given) or in_order(*given))
+
+    def gathering(first):
+        """Whether calls gather in front from now on; what was planned before does not count."""
+        monkeypatch.setattr(packing, "GATHERED_ROWS", 1 if first else 100)
+        memo.clear()
+
+    gathering(True)
     case = GroupCase.random(GATHERED, [3, 0, 7, 2], 12, 6, k, seed=seed, majors=majors, tail=2)
     case.run(backend="torch")
+    assert passes
     for entry in (-1, -5, -(2**31), case.a.shape[0], case.a.shape[0] + 1, 2**31 - 1):
         case.index[:] = entry
         assert torch.equal(cutegemm.grouped_gemm(case.a, case.b, **case.given)[:12], torch.zeros(12, 6).bfloat16())
     nothing = cutegemm.grouped_gemm(case.a[:0], case.b, case.sizes, rows=case.index)
     assert torch.equal(nothing[:12], torch.zeros(12, 6).bfloat16())
+    torch.manual_seed(seed)
     a, b = torch.randn(9, k).bfloat16().requires_grad_(), torch.randn(4, k, 6).bfloat16().requires_grad_()
     index, upstream = torch.tensor([8, 0, 0, 3, 4, 5, 1, 2, -1, 7, 7, 7]).int(), torch.randn(12, 6).bfloat16()
     found = []
-    for rows in (1, 100):
-        monkeypatch.setattr(packing, "GATHERED_ROWS", rows)
+    for first in (True, False):
+        gathering(first)
+        passes.clear()
         d = cutegemm.grouped_gemm(a, b, ENDS, rows=index)
         found.append([d, *torch.autograd.grad(d, (a, b), upstream)])
+        assert bool(passes) is first
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
-    monkeypatch.setattr(packing, "GATHERED_ROWS", 1)
+    gathering(True)
+    both = torch.zeros(12, k + 6).bfloat16()
+    with pytest.raises(ValueError, match="out: it overlaps a in memory"):
+        cutegemm.grouped_gemm(both[:9, :k], b.detach(), ENDS, rows=index, out=both[:, k - 1 : k + 5])
     monkeypatch.setenv("CUTEGEMM_DEBUG", "1")
     with pytest.raises(ValueError, match="rows: row 11 has 9, accepted are 0 to 8, and -1 for none"):
         cutegemm.grouped_gemm(a, b, ENDS, rows=index.masked_fill(torch.arange(12) == 11, 9))
+    memo.clear()
 
 
 def test_kernels_refuse_groups_within_contiguous_rows():

@@ -49,7 +49,7 @@ _STREAMED = ("sm90/128x256x64/coop2/c1x2/s4/serp16/zig/streamk/pdl",)
 and bands of sixteen tiles hold all rows of most groups, whose weights are then read once
 (docs/grouped.md#tall-bands-of-tiles)."""
 _BANDED = ("sm90/128x256x64/coop2/c1x2/s4/serp16/zig/pdl",)
-"""The same in whole tiles, which programs of gate and up also have: on an H200 it took 0.97 to 1.01 of the time of
+"""Compared for programs of gate and up besides: the same in whole tiles. On an H200 it took 0.97 to 1.01 of the time of
 `_STREAMED` for experts with 3072 to 28672 columns of gate and up (docs/grouped.md#gathering-in-a-pass-of-its-own)."""
 STREAMED_ROWS, LARGE_TILE = 256, 128 * 224
 """Rows of a group, rounded up to a power of two. In groups of `LARGE_GROUP` rows cooperative tiles of so many elements

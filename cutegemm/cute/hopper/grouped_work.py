@@ -29,7 +29,7 @@ from cutegemm.cute.tile_order import device_min
 from cutegemm.problem import Signature
 from cutegemm.problem.work import DENSE, TABLE
 
-LARGE_TILE = 128 * 128
+SMALL_TILE = 128 * 128
 """Cooperative tiles of more elements are left to fewer clusters where the waves do not need all."""
 
 
@@ -43,7 +43,7 @@ class GroupedWork(Work):
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
         super().__init__(config, signature)
         # Ping-pong and small tiles, which wait for memory, lose as often as they gain.
-        self.narrows = not config.ping_pong and config.persistent and config.bm * config.bn > LARGE_TILE
+        self.narrows = not config.ping_pong and config.persistent and config.bm * config.bn > SMALL_TILE
         if config.stream_k:
             self.division = Tail(self.narrows)
         self.array = TABLE[signature.work].arrays[0]
@@ -52,10 +52,10 @@ class GroupedWork(Work):
         self.groups = Groups(self.grouping.masked, config.stream_k)
         cm, cn = config.cluster
         # Warpgroups that skip products run ahead of the others, and what they load leaves the L2 cache too early
-        # (docs/grouped.md#tall-bands-of-tiles). So kernels skip only where whole CTAs of a cluster may lack rows. With
-        # one warpgroup a CTA there is nothing to run ahead of.
-        apart = cm > 1 or config.consumers == 1
-        self.may_lack_rows = self.along == "row" and not config.ping_pong and not config.stream_k and apart
+        # (docs/grouped.md#tall-bands-of-tiles). So kernels skip only where the cluster has several CTAs along the rows.
+        # A CTA alone with one warpgroup never lacks rows. Its kernels ask all the same, as when they were measured.
+        asks = cm > 1 or config.consumers == 1
+        self.may_lack_rows = self.along == "row" and not config.ping_pong and not config.stream_k and asks
         self.extent = config.bm * cm if self.along == "row" else config.bn * cn
         if self.fold > 1 and config.swapped != (self.along == "column"):
             raise ValueError("groups of columns have no gate and up")

@@ -297,8 +297,8 @@ class Tail:
     cache holds. `Stretches` would each begin at another k tile: with a long K the operands of each tile would be read
     from memory again.
 
-    tiles: how many there are. That is all that is kept from tile to tile, because registers are scarce. narrows: tiles
-    that would not be cut are left to fewer clusters, where the waves do not need all.
+    tiles, clusters: how many there are, and how many compute. No more is kept from tile to tile, because registers are
+    scarce. narrows: tiles that would not be cut are left to fewer clusters, where the waves do not need all.
     """
 
     def __init__(self, narrows: bool) -> None:
@@ -310,12 +310,12 @@ class Tail:
         self.k_tiles = cutlass.max(k_tiles, Int32(1))
         if not self.narrows:
             return Int32(0), self._works(), Int32(1)
-        self.clusters = self._enough()
+        self.clusters = self._computing()
         return Int32(0), self._unless_idle(self._works()), Int32(1)
 
     @cute.jit
-    def _enough(self):
-        """The clusters that compute."""
+    def _computing(self):
+        """How many clusters compute."""
         clusters = self.clusters
         if self.rest()[1] == 1:
             clusters = narrowed(self.tiles, clusters, device_min)

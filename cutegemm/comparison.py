@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -43,9 +44,10 @@ def compare(model: torch.nn.Module, quantized: torch.nn.Module, *inputs: Any, **
     """How far `quantized` is from `model`, of which it is a copy with `Fp8Linear`, `Fp8SwiGLU` and `Fp8MoE` in place of
     layers.
 
-    Both models are called with the inputs, without gradients. Each replaced layer is also run by itself, on the input
-    that the layer of the same name in `model` gets: so its own error shows, not those before it. A UserWarning says
-    when there is no such layer.
+    Both models are called with the inputs, without gradients and in evaluation mode: no dropout, and no statistics are
+    changed. Each module has its own mode again afterwards. Each replaced layer is also run by itself, on the input that
+    the layer of the same name in `model` gets: so its own error shows, not those before it. A UserWarning says when
+    there is no such layer.
 
     Args:
         model: the reference, in any dtype; on the device of the inputs, as `quantized`.
@@ -90,7 +92,7 @@ def compare(model: torch.nn.Module, quantized: torch.nn.Module, *inputs: Any, **
             "compare: outputs alone are compared: no quantized layer has the name of a layer of `model` that is not",
             stacklevel=2,
         )
-    with torch.no_grad():
+    with torch.no_grad(), _evaluating(model), _evaluating(quantized):
         try:
             want = _output(model(*inputs, **options))
         finally:
@@ -104,6 +106,18 @@ def compare(model: torch.nn.Module, quantized: torch.nn.Module, *inputs: Any, **
             )
         error, _, cosine = _distance(got, want)
     return Comparison(error, cosine, tuple(sorted(layers, key=lambda layer: -layer.error)))
+
+
+@contextlib.contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, and afterwards each module in its own."""
+    modes = [(each, each.training) for each in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for each, mode in modes:
+            each.training = mode
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:

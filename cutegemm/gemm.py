@@ -78,8 +78,8 @@ def gemm(
             broadcasts.
         c: broadcastable to D; fp16, bf16 or fp32, and float64 with float64 operands. With beta == 0 it is never read: a
             NaN in it does not spread.
-        alpha, beta: Python numbers of at most fp32's largest magnitude. They are used in fp32, and in fp64 with float64
-            operands.
+        alpha, beta: Python numbers that are infinite, NaN, or of at most fp32's largest magnitude. They are used in
+            fp32, and in fp64 with float64 operands.
         bias: (N,); the dtypes of c.
         activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
         out: D is written here; (M, N) or (L, M, N). It may be `c` itself (not with scales) and must not overlap
@@ -92,7 +92,8 @@ def gemm(
             rounded to 10 mantissa bits), or fp32's accuracy on tensor cores from parts of the operands: "bf16x6",
             "bf16x9" and "tf32x3" (also by backend "cutlass2x", where an infinity gives NaN). Their bounds, the ends of
             their range, and the GPUs on which they are faster than "ieee": docs/precision.md. None is "ieee", or what
-            `set_float32_precision` says. For 16-bit operands None or "ieee".
+            `set_float32_precision` says. For 16-bit operands None or "ieee"; for fp8 without scales also
+            "fast", which is what `accumulate="fast"` is with them.
         backend: "auto" (default), "cute", "cutlass2x", "legacy" or "torch". A kernel backend named for CPU tensors
             runs its compiled kernels in the emulator, for the architecture of the environment variable CUTEGEMM_ARCH.
         config: a configuration of that backend or its text form, for example "sm80/128x128x32/w64x64/s4/g8"; by

@@ -82,6 +82,8 @@ def show(store: Winners, options: argparse.Namespace) -> int:
 
 def export(store: Winners, options: argparse.Namespace) -> int:
     """Writes a table of the fresh winners, or of every row."""
+    if options.store is not None and not Path(options.store).exists():
+        raise ValueError(f"--store: there is no file {options.store}")
     rows = store.rows()
     _known_gpu(rows, options)
     rows = _selected(rows, options)

@@ -274,11 +274,27 @@ def _usable(family: str, signature: Signature, arch: Arch, in_company: bool = Fa
     return tuple(config for config in listed if _invalid(config, signature, arch) is None)
 
 
+MOST_K_OF_INT8 = 131071
+"""The largest K for which every sum of int8 fits into int32: -128 times -128, 131072 times, is 2^31."""
+
+
 @functools.lru_cache(maxsize=256)
 def _fastest(signature: Signature, arch: Arch) -> str | None:
     """The first family that is meant for these products on this GPU."""
     meant = (name for name, family in FAMILIES.items() if signature.kind in family.takes and family.runs_on(arch))
     return next(meant, None)
+
+
+def _why_sums_wrap(problem: Problem) -> str | None:
+    """None where sums of int8 fit into int32, or D is these sums, or they are added up in fp32 after every block."""
+    program = problem.epilogue.custom
+    promoted = program is not None and program.block_scales
+    if problem.dtype != "int8" or problem.out_dtype == "int32" or promoted or problem.k <= MOST_K_OF_INT8:
+        return None
+    return (
+        f"sums of int8 along K = {problem.k} may not fit into int32, in which kernels add them up; accepted is K up to "
+        f"{MOST_K_OF_INT8}, or scales of blocks"
+    )
 
 
 class CuteBackend(Backend[Any]):
@@ -290,7 +306,7 @@ class CuteBackend(Backend[Any]):
     works = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.works))
 
     def supports(self, problem: Problem, arch: Arch) -> str | None:
-        if refused := self.why_work_refused(problem.signature):
+        if refused := self.why_work_refused(problem.signature) or _why_sums_wrap(problem):
             return refused
         if arch.capability < _OLDEST:
             return _too_old(arch)
@@ -340,7 +356,7 @@ class CuteBackend(Backend[Any]):
     def check(self, config: Any, problem: Problem, arch: Arch) -> str | None:
         """None when `config` can serve the problem, else why not."""
         invalid = _invalid(config, problem.signature, arch)
-        if invalid:
+        if invalid or (invalid := _why_sums_wrap(problem)):
             return invalid
         ctas = _ctas(config, problem)
         return None if ctas <= MAX_CTAS else f"{ctas} CTAs; a grid has at most {MAX_CTAS}"

@@ -97,14 +97,18 @@ def reglu_pairs(acc: Operand) -> Any:
 def dropout(x: Operand, p: Operand, seed: Operand) -> Any:
     """x / (1 - p) with probability 1 - p, else 0, elementwise: inverted dropout by `random(seed)`.
 
-    p: a number in [0, 1), or a value. seed: a Python int, or an int32 operand that changes without a new kernel.
+    p: a number in [0, 1), or a value; where that is 1 or more the result and its gradient are 0. seed: a Python int, or
+    an int32 operand that changes without a new kernel.
 
     Example (operands=(residual, step)):
         lambda acc, residual, seed: ops.dropout(acc, 0.1, seed) + residual
     """
     if isinstance(p, (int, float)) and not 0 <= p < 1:
         value.fail(f"dropout: p is {p}, accepted are 0 <= p < 1")
-    return where(random(seed) >= p, x * (1.0 / (1.0 - p)), 0.0)
+    kept = 1.0 - p
+    if not isinstance(p, (int, float)):
+        kept = where(kept > 0.0, kept, 1.0)  # a derivative is 0 times the factor, which must be finite
+    return where(random(seed) >= p, x * (1.0 / kept), 0.0)
 
 
 def causal(x: Operand, fill: Operand = float("-inf"), offset: Operand = 0) -> Any:

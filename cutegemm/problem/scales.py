@@ -93,7 +93,13 @@ def _recipe(
     named = [form for form in fitting if wanted in (None, form[0])]
     if not named:
         of = forms if wanted is None else [form for form in forms if form[0] == wanted]
-        accepted = ", ".join(f"{form[1]} ({form[0]})" for form in of)
+        recipes: dict[Any, list[str]] = {}  # of each shape, which may be that of several
+        for form in of:
+            recipes.setdefault(form[1], []).append(form[0])
+        accepted = ", ".join(
+            f"{'() or ' if form == (1, 1) else ''}{form} ({', '.join(dict.fromkeys(of_form))})"
+            for form, of_form in recipes.items()
+        )
         raise ValueError(
             f"{argument}: got shape {tuple(scale.shape)}; with {name} of shape {tuple(tensor.shape)} accepted are "
             f"{accepted}"

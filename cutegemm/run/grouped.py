@@ -52,7 +52,7 @@ def key_of(a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, 
         found = (
             fused.key_of(a, b, epilogue, operands, out, out_dtype, (precision, backend, config)),
             *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in sizes[:4]],
-            sizes.out_rows, is_on("CUTEGEMM_DEBUG"),
+            sizes.out_rows, sizes.out_rows.__class__, is_on("CUTEGEMM_DEBUG"),
         )  # fmt: skip
         hash(found)
     except (AttributeError, TypeError, RuntimeError):

@@ -26,6 +26,19 @@ def test_compare_sees_layers_that_are_called_by_keyword():
     assert 0 < found.error < 0.1
 
 
+def test_compare_evaluates_and_leaves_the_models_as_they_were():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5))
+    model[1].eval()
+    quantized, before = replace_linears(copy.deepcopy(model), dtype="fp8"), copy.deepcopy(model.state_dict())
+    found = compare(model, quantized, torch.randn(5, 16))
+    assert found.error < 0.1
+    for each in (model, quantized):
+        assert [module.training for module in each.modules()] == [True, True, False, True]
+        for name, value in before.items():
+            if "1." in name:
+                assert torch.equal(each.state_dict()[name], value)
+
+
 def test_compare_names_what_it_cannot_compare():
     reference, x = ByKeyword(), torch.randn(5, 16)
     with pytest.raises(TypeError, match=r"^model: got int, expected a torch\.nn\.Module"):

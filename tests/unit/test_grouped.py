@@ -169,6 +169,17 @@ def test_offsets_that_descend_or_leave_the_array_are_clamped():
         assert torch.equal(got, want)
 
 
+def test_the_rows_of_d_are_checked_after_an_equal_call():
+    a, b, places = torch.randn(3, 5), torch.randn(1, 5, 6), torch.tensor([0, 2, 1], dtype=torch.int32)
+
+    def call(out_rows):
+        return cutegemm.grouped_gemm(a, b, torch.tensor([3]).int(), places=places, out_rows=out_rows)
+
+    call(3)
+    with pytest.raises(TypeError, match="out_rows: got float, expected an int"):
+        call(3.0)
+
+
 def test_debugging_names_the_group_or_the_row(monkeypatch):
     monkeypatch.setenv("CUTEGEMM_DEBUG", "1")
     a, b = torch.randn(12, 9), torch.randn(4, 9, 6)

@@ -116,7 +116,7 @@ def test_texts_of_gradients():
     )
     assert text(trace(ops.reglu, ())) == (
         "def epilogue(acc, x0: bf16[M, N], x1: bf16[M, N], x2: bf16[M, N]): "
-        "return where(x0 > 0.0, x1 * x2, 0.0), relu(x0) * x2",
+        "return where(x0 <= 0.0, 0.0, x1 * x2), relu(x0) * x2",
         (("acc", 0), ("acc", 1), ("upstream", 0)),
         (("acc", 0), ("acc", 1)),
     )
@@ -139,10 +139,14 @@ def test_what_has_no_gradient():
 
 
 def test_kinks_have_the_derivatives_that_are_said():
-    acc = torch.tensor([[-1.0, 0.0, 1.0]])
-    for text, want in (("relu(acc)", [0, 0, 1]), ("abs(acc)", [-1, 0, 1]), ("minimum(acc, 0.0)", [1, 0.5, 0])):
+    """Of a NaN as torch's, all of the gradient."""
+    acc = torch.tensor([[-1.0, 0.0, 1.0, torch.nan]])
+    for text, want in (
+        ("relu(acc)", [0, 0, 1, 1]), ("abs(acc)", [-1, 0, 1, 0]), ("minimum(acc, 0.0)", [1, 0.5, 0, 1]),
+        ("maximum(acc, 1.0)", [0, 0, 0.5, 1]), ("maximum(acc, 0.0)", [0, 0.5, 1, 1]),
+    ):  # fmt: skip
         found = backward(parse(f"def epilogue(acc): return {text}"))
-        values = {"acc": acc, "upstream": torch.ones(1, 3)}
+        values = {"acc": acc, "upstream": torch.ones(1, 4)}
         (got,) = evaluate(found.program, acc, [values[source.kind] for source in found.reads])
         assert got.tolist() == [want]
 

@@ -10,7 +10,9 @@ from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import cutegemm
-from cutegemm import ops
+from cutegemm import backend, ops
+from cutegemm.errors import UnsupportedError
+from cutegemm.hardware import arch
 from cutegemm.problem import Problem, reference, request, scales, text
 from cutegemm.problem.program.text import parse
 from cutegemm.problem.rounding import rounded
@@ -449,3 +451,19 @@ def test_scaled_mm_names_the_matrix_on_another_device():
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             cutegemm.scaled_mm(mine, theirs, one, "TensorWise", one, "TensorWise")
+
+
+def test_kernels_refuse_sums_of_int8_that_int32_may_not_hold():
+    """With a D of another type; torch adds them up in float64. Up to K = 131071 all of them fit."""
+    k = 131072
+    a, b = torch.full((1, k), -128, dtype=torch.int8), torch.full((k, 1), -128, dtype=torch.int8)
+    one = torch.ones(())
+    for options in ({"scale_a": one, "scale_b": one}, {}, {"alpha": 0.5}):
+        given = {**options, "out_dtype": torch.float32}
+        assert cutegemm.gemm(a, b, **given).item() == 2.0**31 * options.get("alpha", 1)
+        with pytest.raises(UnsupportedError, match=r"along K = 131072 may not fit into int32, .* up to 131071, or"):
+            cutegemm.gemm(a, b, **given, backend="cute")
+    cute, gpu = backend.get("cute"), arch.get("H200")
+    assert cute.supports(Problem.of(64, 64, 131056, "int8", out_dtype="fp32"), gpu) is None
+    assert cute.supports(Problem.of(64, 64, k, "int8"), gpu) is None
+    assert "accepted is K up to 131071" in cute.supports(Problem.of(64, 64, k, "int8", out_dtype="fp32"), gpu)

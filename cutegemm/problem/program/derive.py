@@ -200,10 +200,12 @@ class _Formulas:
         )
 
     def extreme(self, gradient: int, wins: str, x: int, y: int) -> tuple[int, int]:
-        """Of minimum and maximum: `wins` says how x compares with y where it is the result."""
-        half = self("where", self("eq", x, y), self("mul", gradient, 0.5), 0.0)
+        """Of minimum and maximum: `wins` says how x compares with y where it is the result. As torch has it, both share
+        where they are equal, and each has all where one is NaN.
+        """
+        share = self("where", self("eq", x, y), self("mul", gradient, 0.5), gradient)
         loses = "gt" if wins == "lt" else "lt"
-        return self("where", self(wins, x, y), gradient, half), self("where", self(loses, x, y), gradient, half)
+        return self("where", self(loses, x, y), 0.0, share), self("where", self(wins, x, y), 0.0, share)
 
     def factor(self, op: str, x: int) -> int:
         """What an activation multiplies its argument with: Phi(x), or sigmoid(2u), or sigmoid(x)."""
@@ -247,7 +249,7 @@ _RULES: dict[str, Callable[..., _Parts]] = {
     "sigmoid": lambda f, g, r, x: (f.product(g, r, f("sub", 1.0, r)),),
     "erf": lambda f, g, r, x: (f.product(g, f("exp", f("neg", f("mul", x, x))), 2 / math.pi**0.5),),
     "abs": lambda f, g, r, x: (f.sign(g, x),),
-    "relu": lambda f, g, r, x: (f("where", f("gt", x, 0.0), g, 0.0),),
+    "relu": lambda f, g, r, x: (f("where", f("le", x, 0.0), 0.0, g),),  # of NaN as torch's, g
     "gelu": lambda f, g, r, x: (f.gelu(g, x),),
     "gelu_tanh": lambda f, g, r, x: (f.gelu_tanh(g, x),),
     "silu": lambda f, g, r, x: (f.silu(g, x),),

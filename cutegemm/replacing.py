@@ -51,6 +51,8 @@ def check_input(input: Any, weight: torch.Tensor) -> None:
     request.check_device("input", input, weight.device, "the weight")
     if input.is_meta:
         raise ValueError("input: it is on meta, accepted are CUDA and CPU tensors")
+    if not torch.compiler.is_dynamo_compiling() and input.is_neg():
+        raise ValueError("input: it is a lazily negated view; call .resolve_neg()")
 
 
 def draw(weight: torch.Tensor, generator: torch.Generator | None = None) -> None:

@@ -173,13 +173,13 @@ def no_tensor(name: str, given: Any) -> TypeError:
 
 def check_tensor(name: str, tensor: Any) -> None:
     check_type(name, tensor)
+    if tensor.is_nested:
+        raise TypeError(f"{name}: got a nested tensor, expected a dense one; call .to_padded_tensor()")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name}: got layout {tensor.layout}, expected a dense (strided) tensor; call .to_dense()")
     known = product_dtype_name(tensor.dtype) is not None  # then it is neither quantized nor complex
     if not known and tensor.is_quantized:
         raise TypeError(f"{name}: got a quantized tensor ({tensor.dtype}), expected a plain one; call .dequantize()")
-    if tensor.is_nested:
-        raise TypeError(f"{name}: got a nested tensor, expected a dense one; call .to_padded_tensor()")
     if not known and tensor.is_complex():
         raise TypeError(f"{name}: got dtype {tensor.dtype}; complex products are not supported")
     if tensor.is_neg():  # complex ones alone may be conjugated lazily

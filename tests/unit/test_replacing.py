@@ -237,3 +237,9 @@ def test_weights_without_elements_stay(dtype):
     replace_mlps(model, dtype=dtype)
     replace_moe(model, dtype=dtype)
     assert list(model) == [gone, experts, empty]
+
+
+@pytest.mark.parametrize("layer", [SwiGLU(16, 8), Fp8Linear(16, 8)])
+def test_a_lazily_negated_input_is_refused_by_its_name(layer):
+    with pytest.raises(ValueError, match="input: it is a lazily negated view"):
+        layer(torch._neg_view(torch.randn(3, 16)))

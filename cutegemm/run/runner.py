@@ -99,7 +99,7 @@ class Call(NamedTuple):
         problem, choice, preparations = prepared.choose(asked.problem, arch, self.backend, self.config, known)
         kernel = None
         preparers = []
-        if choice.config is not None:
+        if choice.config is not None and not _is_empty(problem):
             assert arch is not None
             if problem.epilogue.custom is None:
                 kernel = self._kernel(choice, arch, self._promised(choice, problem.signature))
@@ -191,7 +191,7 @@ class Call(NamedTuple):
         """What `cutegemm.native.install` takes: how the plan is launched, without Python where that can be."""
         asked: Any = self.request
         problem = asked.problem
-        if plan.kernel is None or plan.emulated or 0 in (problem.m, problem.n, problem.batch):
+        if plan.kernel is None or plan.emulated:
             return None
         if asked.copies or asked.into_temporary or plan.preparations:
             return None
@@ -210,17 +210,22 @@ class Call(NamedTuple):
 
     def _runner(self, plan: Plan) -> Runner:
         asked: Any = self.request  # a Request: `fused` runs calls with a program
+        if _is_empty(asked.problem) and not isinstance(backends.get(plan.choice.backend), backends.OnTensors):
+            return _empty_runner(asked)
         if plan.kernel is None:
             backend = backends.get(plan.choice.backend)
             assert isinstance(backend, backends.OnTensors)
             return backend.runner(asked)
-        if asked.problem.m == 0 or asked.problem.n == 0 or asked.problem.batch == 0:
-            return _empty_runner(asked)
         made = _staged if asked.copies or asked.into_temporary else _direct
         if plan.emulated:
             return made(_emulated_core(plan), asked)
         with current_device(asked.device):
             return made(_cuda_core(preparing.bind(plan), asked), asked)
+
+
+def _is_empty(problem: Problem) -> bool:
+    """Whether D has no elements: then there is nothing to compile."""
+    return 0 in (problem.m, problem.n, problem.batch)
 
 
 def _unscaled(runner: Runner) -> Runner:

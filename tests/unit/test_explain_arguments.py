@@ -115,3 +115,16 @@ def test_tune_takes_scales_and_fast_sums():
         cutegemm.tune(a, b, accumulate="fast")
     with pytest.raises(ValueError, match=r"^accumulate: got 'x', accepted are"):
         cutegemm.tune(a, b, accumulate="x")
+
+
+@pytest.mark.parametrize("options", [{}, {"epilogue": ops.silu}])
+def test_nothing_is_compiled_for_a_result_without_elements(options, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CUTEGEMM_CACHE_DIR", str(tmp_path))
+    for rows, columns in ((0, 8), (9, 0)):
+        a, b = torch.randn(rows, 16), torch.randn(16, columns)
+        assert cutegemm.gemm(a, b, backend="cute", **options).shape == (rows, columns)
+        cutegemm.explain(a, b, backend="cute", **options)
+        said = capsys.readouterr().out
+        assert "nothing: D has no elements" in said
+        assert "configuration" not in said
+    assert not list(tmp_path.rglob("*.ptx"))

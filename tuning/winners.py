@@ -102,8 +102,11 @@ def export(store: Winners, options: argparse.Namespace) -> int:
 
 def take_in(store: Winners, options: argparse.Namespace) -> int:
     """Adds a table's rows, those that the store lacks. Returns 1 when some were skipped, or nothing is stored."""
-    text = sys.stdin.read() if options.file == "-" else Path(options.file).read_text()
-    found, refused = winners_table.load_each(text)
+    try:
+        text = sys.stdin.read() if options.file == "-" else Path(options.file).read_text()
+        found, refused = winners_table.load_each(text)
+    except ValueError as wrong:  # also of bytes that are no UTF-8
+        raise ValueError(f"{'standard input' if options.file == '-' else options.file}: {wrong}") from None
     for number, row in found.items():
         if (why := why_invalid(row)) is not None:
             refused[number] = f"row {number}: {why}"

@@ -351,3 +351,16 @@ def test_many_processes_and_threads_lose_no_row(tmp_path):
         worker.join(PATIENCE)
     assert all(process.exitcode == 0 for process in others)
     assert len({r.config for r in Winners(path).rows()}) == 5 * 20
+
+
+def test_files_that_are_no_table_or_store_are_named(tmp_path, capsys):
+    from tuning import winners as command
+
+    bad, bytes_ = tmp_path / "bad.json", tmp_path / "bytes.json"
+    bad.write_text("{bad")
+    bytes_.write_bytes(b"\xff\xfe")
+    for file, said in ((bad, f"{bad}: not JSON"), (bytes_, f"{bytes_}: 'utf-8' codec")):
+        assert command.main(["import", "--store", str(tmp_path / "store.sqlite3"), str(file)]) != 0
+        assert said in capsys.readouterr().err
+    assert command.main(["export", "--store", str(tmp_path / "none.sqlite3"), str(tmp_path / "out.json")]) != 0
+    assert "--store: there is no file" in capsys.readouterr().err

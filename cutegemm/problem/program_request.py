@@ -30,7 +30,7 @@ class ProgramRequest(NamedTuple):
         program: of the problem; every output has a dtype.
         shapes: of all results. temporaries: the numbers of those that are computed apart and copied into `out`.
         terms: the problem's epilogue has the terms of a plain `gemm`, which are these operands; None for a program.
-        gathers: the copy of A has the rows that an index names, for a problem whose rows lie in order.
+        gathers: whether A's copy consists of the rows that an index names. The problem then has its rows in order.
     """
 
     problem: Problem

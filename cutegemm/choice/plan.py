@@ -286,7 +286,7 @@ def describe(plan: Plan) -> str:
         if not used:
             what = "this kernel makes no use of the promise"
         rows.append(("constant", f"{plan.constant.upper()}: {what}"))
-    if 0 in (p.m, p.n, p.batch):
+    if p.is_empty:
         rows.append(("runs", "nothing: D has no elements"))
     elif choice.config is not None and plan.arch is not None:
         from cutegemm import winners

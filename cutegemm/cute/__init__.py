@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cutegemm.backend import Backend
-from cutegemm.cute import prepare
+from cutegemm.cute import launch_size, prepare
 from cutegemm.cute.ampere import candidates as ampere_candidates
 from cutegemm.cute.ampere import config as ampere_config
 from cutegemm.cute.ampere import footprint as ampere_footprint
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from cutegemm.problem import Kind, Problem, Signature
     from cutegemm.problem.preparation import Preparation
 
-MAX_CTAS = 2**31 - 1
 _FOLDER = Path(__file__).parent
 _SHARED_SOURCES = (
     "compile.py",
@@ -274,27 +273,11 @@ def _usable(family: str, signature: Signature, arch: Arch, in_company: bool = Fa
     return tuple(config for config in listed if _invalid(config, signature, arch) is None)
 
 
-MOST_K_OF_INT8 = 131071
-"""The largest K for which every sum of int8 fits into int32: -128 times -128, 131072 times, is 2^31."""
-
-
 @functools.lru_cache(maxsize=256)
 def _fastest(signature: Signature, arch: Arch) -> str | None:
     """The first family that is meant for these products on this GPU."""
     meant = (name for name, family in FAMILIES.items() if signature.kind in family.takes and family.runs_on(arch))
     return next(meant, None)
-
-
-def _why_sums_wrap(problem: Problem) -> str | None:
-    """None where sums of int8 fit into int32, or D is these sums, or they are added up in fp32 after every block."""
-    program = problem.epilogue.custom
-    promoted = program is not None and program.block_scales
-    if problem.dtype != "int8" or problem.out_dtype == "int32" or promoted or problem.k <= MOST_K_OF_INT8:
-        return None
-    return (
-        f"sums of int8 along K = {problem.k} may not fit into int32, in which kernels add them up; accepted is K up to "
-        f"{MOST_K_OF_INT8}, or scales of blocks"
-    )
 
 
 class CuteBackend(Backend[Any]):
@@ -306,7 +289,7 @@ class CuteBackend(Backend[Any]):
     works = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.works))
 
     def supports(self, problem: Problem, arch: Arch) -> str | None:
-        if refused := self.why_work_refused(problem.signature) or _why_sums_wrap(problem):
+        if refused := self.why_work_refused(problem.signature):
             return refused
         if arch.capability < _OLDEST:
             return _too_old(arch)
@@ -355,11 +338,7 @@ class CuteBackend(Backend[Any]):
 
     def check(self, config: Any, problem: Problem, arch: Arch) -> str | None:
         """None when `config` can serve the problem, else why not."""
-        invalid = _invalid(config, problem.signature, arch)
-        if invalid or (invalid := _why_sums_wrap(problem)):
-            return invalid
-        ctas = _ctas(config, problem)
-        return None if ctas <= MAX_CTAS else f"{ctas} CTAs; a grid has at most {MAX_CTAS}"
+        return _invalid(config, problem.signature, arch) or launch_size.why_refused(config, problem)
 
     def only_by_name(self, config: LaunchedConfig) -> str | None:
         """None when a configuration may be chosen automatically, else why only a call that names it gets it."""
@@ -462,10 +441,8 @@ class CuteBackend(Backend[Any]):
         return next(found, None)
 
     def _serves(self, family: Family, problem: Problem, arch: Arch) -> bool:
-        for config in _usable(family.config.family, problem.signature, arch):
-            if _ctas(config, problem) <= MAX_CTAS:
-                return True
-        return False
+        usable = _usable(family.config.family, problem.signature, arch)
+        return any(launch_size.why_refused(config, problem) is None for config in usable)
 
 
 def _why_slow(signature: Signature, arch: Arch) -> str | None:
@@ -491,11 +468,6 @@ def _sources(family: Family) -> tuple[Path, ...]:
     patterns = (*_SHARED_SOURCES, *family.sources)
     found = (path for pattern in patterns for path in sorted(_FOLDER.glob(pattern)))
     return tuple(path for path in found if path.name not in _CHOICE_SOURCES)
-
-
-def _ctas(config: Any, problem: Problem) -> int:
-    bm, bn, _ = config.tile()
-    return problem.tiles(bm, bn) * config.splits
 
 
 def _too_old(arch: Arch) -> str:

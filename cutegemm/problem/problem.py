@@ -326,6 +326,11 @@ class Problem:
         """(m, n, k, batch) of the dense problem with as much to do, which is how the cost model sees it."""
         return WORKS[self.work].evened(self.m, self.n, self.k, self.batch)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no rows, no columns or no matrices: then there is nothing to compute."""
+        return 0 in (self.m, self.n, self.batch)
+
     def tiles(self, rows: int, columns: int) -> int:
         """Tiles of `rows` x `columns` elements of D, of all products; where the device knows the sizes, the most."""
         return WORKS[self.work].tiles(self.m, self.n, self.batch, rows, columns)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cutegemm.choice import plan as planning
+from cutegemm.cute.launch_size import MAX_CTAS
 from cutegemm.cute.quantize import config
 from cutegemm.cute.quantize.build import build
 from cutegemm.cute.quantize.config import Signature, Tile
@@ -23,7 +24,6 @@ from cutegemm.run.steps import Step
 
 MAX_EXTENT = 2**31 - 2**16
 """Rows and elements of a row are counted in 32 bits, up to the end of the last tile."""
-MAX_CTAS = 2**31 - 1
 _kernels = planning.Memo(limit=1024)
 _plans = planning.Memo(limit=4096)
 

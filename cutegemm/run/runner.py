@@ -99,7 +99,7 @@ class Call(NamedTuple):
         problem, choice, preparations = prepared.choose(asked.problem, arch, self.backend, self.config, known)
         kernel = None
         preparers = []
-        if choice.config is not None and not _is_empty(problem):
+        if choice.config is not None and not problem.is_empty:
             assert arch is not None
             if problem.epilogue.custom is None:
                 kernel = self._kernel(choice, arch, self._promised(choice, problem.signature))
@@ -210,7 +210,7 @@ class Call(NamedTuple):
 
     def _runner(self, plan: Plan) -> Runner:
         asked: Any = self.request  # a Request: `fused` runs calls with a program
-        if _is_empty(asked.problem) and not isinstance(backends.get(plan.choice.backend), backends.OnTensors):
+        if asked.problem.is_empty and not isinstance(backends.get(plan.choice.backend), backends.OnTensors):
             return _empty_runner(asked)
         if plan.kernel is None:
             backend = backends.get(plan.choice.backend)
@@ -221,11 +221,6 @@ class Call(NamedTuple):
             return made(_emulated_core(plan), asked)
         with current_device(asked.device):
             return made(_cuda_core(preparing.bind(plan), asked), asked)
-
-
-def _is_empty(problem: Problem) -> bool:
-    """Whether D has no elements: then there is nothing to compile."""
-    return 0 in (problem.m, problem.n, problem.batch)
 
 
 def _unscaled(runner: Runner) -> Runner:

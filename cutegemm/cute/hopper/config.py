@@ -41,6 +41,8 @@ WARP_ROWS = BLOCK_ROWS // 4
 """Those of a warp."""
 K_CLUSTERS = ((1, 1, 2), (2, 1, 2), (1, 2, 2), (1, 1, 4), (2, 2, 2), (1, 1, 8))
 """Clusters along K that the tuner considers."""
+FITTED_STEP = 16
+"""From one width of fitted tiles to the next (option `fit`)."""
 BARRIER_BYTES = 1024
 """Shared memory kept for the mbarriers: a power of two, so that what follows stays aligned."""
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -106,6 +108,17 @@ class HopperConfig(LaunchedConfig):
     @property
     def solo(self) -> bool:
         return self.schedule == "solo"
+
+    @property
+    def fits(self) -> bool:
+        """Whether tiles divide the rows of a group evenly."""
+        return "fit" in self.options
+
+    def widths(self) -> tuple[int, ...]:
+        """The columns that a tile may have, ascending: BN, and fitted also multiples of `FITTED_STEP` above half of it,
+        less than which no tile of several in a group has.
+        """
+        return tuple(sorted(range(self.bn, self.bn // 2 if self.fits else self.bn - 1, -FITTED_STEP)))
 
     @property
     def store_buffers(self) -> int:
@@ -185,9 +198,12 @@ class HopperConfig(LaunchedConfig):
         """Columns of results that one TMA store moves: the widest swizzle span that divides the tile of results.
 
         16 bytes, for which there is no swizzle, are what a gated tile may be left with; 8 with results of one byte.
-        With swapped operands they are rows of D, of which a swizzle takes any multiple of 8.
+        With swapped operands they are rows of D, of which a swizzle takes any multiple of 8. Fitted tiles of every
+        width share them.
         """
         columns = self.out_columns(signature)
+        if self.fits:
+            return FITTED_STEP
         if self.swapped and self.bn % 16:
             return next(rows for rows in range(64, 0, -8) if columns % rows == 0)
         return next(span // itemsize for span in (128, 64, 32, 16, 8) if columns % (span // itemsize) == 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import cutlass
@@ -20,12 +21,17 @@ class Consumer:
 
     `work` is its own (`Work.of_warpgroup`); `products` and `sums` have been started. In ping-pong the warpgroup waits
     for its turn, and skips those stages of the ring that the other one reads.
+
+    narrow: (columns, sums) of fitted tiles with fewer columns, ascending. Each width has accumulators of its own, and
+    multiplies and stores in one branch: where branches share accumulators, ptxas serializes their WGMMAs.
     """
 
     def __init__(
-        self, config: HopperConfig, group: Any, work: Work, turns: Turns, products: Products, sums: Sums, ahead: Any
-    ) -> None:
+        self, config: HopperConfig, group: Any, work: Work, turns: Turns, products: Products, sums: Sums, ahead: Any,
+        narrow: Sequence[tuple[int, Sums]] = (),
+    ) -> None:  # fmt: skip
         self.config, self.group, self.work = config, group, work
+        self.narrow = [(products.narrowed(columns), sums) for columns, sums in narrow]
         self.turns, self.products, self.sums, self.ahead = turns, products, sums, ahead
         # Stages of the ring that hold operands of the epilogue, behind the k tiles of each tile.
         self.more = 0 if ahead is None else ahead.stages
@@ -46,7 +52,10 @@ class Consumer:
             tile = self.work.at(number)
             if cutlass.const_expr(config.ping_pong):
                 self.turns.wait(self.group, done)
-            stage, phase = self._multiply(stage, phase, tile)
+            if cutlass.const_expr(len(self.narrow) > 0):
+                stage, phase = self._fitted(stage, phase, tile, self.work.columns_of(tile), 0)
+            else:
+                stage, phase = self._multiply(stage, phase, tile)
             if cutlass.const_expr(self.more > 0):
                 self.ahead.open(stage, done)
                 stage, phase = skip(stage, phase, Int32(self.more), config.stages)
@@ -56,8 +65,26 @@ class Consumer:
                 done = done + 1
             if cutlass.const_expr(self.products.prefetches):
                 self._prefetch(number + self.work.step)
-            self.sums.finish(self.products.accumulators, tile, self.work)
+            if cutlass.const_expr(len(self.narrow) == 0):
+                self.sums.finish(self.products.accumulators, tile, self.work)
         self.sums.end()
+
+    @cute.jit
+    def _fitted(self, stage, phase, tile, columns, number: cutlass.Constexpr):
+        """Multiplies and finishes a tile, with the narrowest products from the `number`-th on that have its columns."""
+        if cutlass.const_expr(number == len(self.narrow)):
+            stage, phase = self._compute(self.products, self.sums, stage, phase, tile)
+        else:
+            if columns <= self.narrow[number][0].columns:
+                stage, phase = self._compute(*self.narrow[number], stage, phase, tile)
+            else:
+                stage, phase = self._fitted(stage, phase, tile, columns, number + 1)
+        return stage, phase
+
+    def _compute(self, products: Products, sums: Sums, stage, phase, tile) -> tuple:
+        stage, phase = products.add_up(stage, phase, tile)
+        sums.finish(products.accumulators, tile, self.work)
+        return stage, phase
 
     @cute.jit
     def _prefetch(self, number):

@@ -122,7 +122,17 @@ class GroupedWork(Work):
         if self.config.stream_k:
             first_k, k_tiles = first_k + cut_first, cut_count
         row, column = row * cm + self.cluster_row, column * cn + self.cluster_column
+        if self.config.fits:
+            begin, end = self._fitted(begin, end, column, tiles_n * cn)
         return Tile(number, cluster_tile, row, column, group, first_k, k_tiles, begin, end)
+
+    def _fitted(self, begin, end, column, tiles) -> tuple:
+        """Where a tile of a group begins, less what `region` adds for the tiles before it, and where it ends: the
+        columns of the group are divided evenly among so many tiles.
+        """
+        each = (end - begin + (tiles - 1)) // tiles
+        first = begin + column * each
+        return first - column * self.config.bn, cutlass.min(end, first + each)
 
     @cute.jit
     def _beyond(self, k):
@@ -146,6 +156,10 @@ class GroupedWork(Work):
         else:
             n = tile.end
         return Region(row, column, tile.matrix, m, n)
+
+    def columns_of(self, tile: Tile) -> Any:
+        """Columns of a tile that lie in its group."""
+        return tile.end - (tile.begin + tile.column * self.config.bn)
 
     def has_rows(self, tile: Tile) -> Any:
         return self.region(tile).row < tile.end

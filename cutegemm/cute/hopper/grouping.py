@@ -71,6 +71,8 @@ def stores_boxes(work: str) -> bool:
 def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
     """None when a configuration computes the signature's work, else why not."""
     work = signature.work
+    if config.fits and (why := _why_not_fitted(config, signature)):
+        return why
     if work == DENSE:
         return None
     if config.parts > 1:
@@ -92,6 +94,17 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
         if config.stream_k:
             return "streamk cuts tiles that all have the same K; with a ragged K they differ from group to group"
     return _why_not_gathered(config, signature) if work == GATHERED else None
+
+
+def _why_not_fitted(config: HopperConfig, signature: Signature) -> str | None:
+    """Why tiles cannot be fitted to the rows of groups; None where they can."""
+    if not config.swapped or signature.work not in ROWS:
+        return f"fit divides the rows of groups among tiles with swapped operands; accepted are {', '.join(ROWS)}"
+    if ITEMSIZE[signature.dtype] != 2:
+        return f"fit narrows WGMMAs of operands of 16 bits; these are {signature.dtype}"
+    if config.bn % 16:
+        return f"fit narrows tiles by 16 columns; bn is {config.bn}, no multiple of 16"
+    return None
 
 
 def _why_not_gathered(config: HopperConfig, signature: Signature) -> str | None:

@@ -57,7 +57,7 @@ from cutegemm.cute.hopper.producer import Producer
 from cutegemm.cute.hopper.promotion import copies, registers
 from cutegemm.cute.hopper.solo import Solo
 from cutegemm.cute.hopper.store import make_store
-from cutegemm.cute.hopper.sums import make_sums
+from cutegemm.cute.hopper.sums import make_sums, narrowed
 from cutegemm.cute.splitter import Splitter, matrices
 from cutegemm.problem import Signature
 from cutegemm.problem.work import GATHERED
@@ -95,6 +95,7 @@ class HopperGemm(Gemm):
         self.registers: Any = registers(config, signature)
         self.store = make_store(config, signature)
         self.sums = make_sums(config, signature, self.store)
+        self.narrow = [(n, narrowed(config, signature, self.store, n)) for n in config.widths()[:-1]]
         self.ahead: Any = self.store.ahead if config.through_ring(signature) is not None else None
         # Which operands no running kernel writes, where the kernel makes use of it.
         self.constant = is_constant(config, signature) if uses_constant(config, signature) else (False, False)
@@ -227,10 +228,13 @@ class HopperGemm(Gemm):
             else:
                 if cutlass.const_expr(self.registers is not None):
                     cute.arch.setmaxregister_increase(self.registers[1])
-                self.sums.start(output, memory, position, self.work)
+                for sums in (self.sums, *(sums for _, sums in self.narrow)):
+                    sums.start(output, memory, position, self.work)
                 self.products.start(self.a, self.b, position, args, self.work, memory)
                 work = self.work.of_warpgroup(position.group)
-                Consumer(config, position.group, work, self.turns, self.products, self.sums, self.ahead).run()
+                Consumer(
+                    config, position.group, work, self.turns, self.products, self.sums, self.ahead, self.narrow
+                ).run()
 
     def _producer(self, position: Position) -> Any:
         """The role of the warp that asks TMA for tiles."""

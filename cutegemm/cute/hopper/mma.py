@@ -15,6 +15,7 @@ registers of their own.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -102,6 +103,8 @@ class Products:
         op = operation(a.dtype, b.dtype, self.columns, a.k_major, b.k_major)
         sharers = 1 if config.ping_pong else config.consumers
         self.new_mma = partial(cute.make_tiled_mma, cute.make_mma_atom(op), (sharers, 1, 1))
+        self.new_operation = partial(operation, a.dtype, b.dtype, a_k_major=a.k_major, b_k_major=b.k_major)
+        self.sharers, self.first_thread = sharers, first_thread
         self.mma = self.new_mma()
         part = self.mma.get_slice(first_thread)
         self.fragment_a = self.mma.make_fragment_A(part.partition_A(a.shared))
@@ -110,6 +113,19 @@ class Products:
         self.target = self.accumulators
         if cutlass.const_expr(self.target.element_type is Int32):
             self.accumulators = cute.recast_tensor(self.target, Float32)  # see `whole`
+
+    def narrowed(self, columns: int) -> Products:
+        """The products of the first so many columns of a tile, with accumulators of their own.
+
+        A WGMMA's n is no part of what it knows of shared memory, so that operands are described as before.
+        """
+        found = copy.copy(self)
+        found.columns = columns
+        atom = cute.make_mma_atom(self.new_operation(n=columns))
+        found.mma = cute.make_tiled_mma(atom, (self.sharers, 1, 1))
+        shape = found.mma.get_slice(self.first_thread).partition_shape_C((self.config.bm, columns))
+        found.accumulators = found.target = found.mma.make_fragment_C(shape)
+        return found
 
     def prefetch(self, tile) -> None:
         """Loads what the first k tiles of `tile` need besides the operands."""

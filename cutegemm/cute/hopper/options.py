@@ -115,6 +115,11 @@ OPTIONS = (
         footprint="balanced",
     ),
     Option(
+        "fit",
+        "with swapped operands, tiles divide the rows of a group evenly, and WGMMAs are as narrow as these rows allow",
+        (Exclusion(("solo", "fat", "zero"), "fit is for products in groups, which no lesson has"),),
+    ),
+    Option(
         "arrival",
         "splits of K are added up in the order of their arrival, by the L2 cache; the last bits of a result differ "
         "from run to run",

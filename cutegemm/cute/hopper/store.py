@@ -182,7 +182,7 @@ class TmaEpilogue:
                 # Of the stores before, one for each other buffer may still read; where a tile does not end with the
                 # last buffer, its first store waits for all, which are long done.
                 others = self.config.store_buffers - 1
-                in_turn = len(parts) % self.config.store_buffers == 0
+                in_turn = len(parts) % self.config.store_buffers == 0 and not self.config.fits
                 cute.arch.cp_async_bulk_wait_group(others if in_turn else min(number, others), read=True)
             cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP)
             corner = self.box_corner(i, part, region)

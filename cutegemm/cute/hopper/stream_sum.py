@@ -29,13 +29,14 @@ from cutegemm.cute.whole import Adder
 class StreamSum:
     """Puts the two parts of a cut tile together; `store` takes whole sums. add: the sum of two vectors.
 
-    batch: 16-byte loads in flight a thread while parts are added. The accumulators leave few registers.
+    batch: 16-byte loads in flight a thread while parts are added. The accumulators leave few registers. room: vectors
+    that a thread has room for in a part of the workspace.
     """
 
     batch = 4
 
     def __init__(self, config: HopperConfig, store: Any, add: Adder) -> None:
-        self.vectors = config.accumulators // 4
+        self.vectors = self.room = config.accumulators // 4
         self.cluster_ctas, self.consumers = config.cluster_ctas, config.consumers
         self.store, self.add = store, add
 
@@ -96,7 +97,7 @@ class StreamSum:
 
     def _vectors(self, part, first: int, count: int):
         """(4, count): this thread's accumulators of a part, from vector `first` on."""
-        size = self.vectors * 4 * WARPGROUP
+        size = self.room * 4 * WARPGROUP
         pointer = self.workspace.parts + (Int64(part) * size + Int64((first * WARPGROUP + self.thread) * 4))
         return cute.make_tensor(aligned(pointer, 16), cute.make_layout((4, count), stride=(1, 4 * WARPGROUP)))
 

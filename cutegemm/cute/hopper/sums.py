@@ -12,6 +12,7 @@ Split-K in clusters along K is a `SplitSum` whose vectors a `ClusterSum` has add
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 from cutegemm.cute.hopper.cluster_sum import ClusterSum
@@ -65,6 +66,15 @@ class WholeSum:
 
     def end(self) -> None:
         self.store.finish()
+
+
+def narrowed(config: HopperConfig, signature: Signature, store: Any, columns: int) -> Sums:
+    """The sums of the first so many columns of a tile whose sums and `store` are those of `config`."""
+    narrow = replace(config, bn=columns)
+    sums: Any = make_sums(narrow, signature, type(store)(narrow, signature))
+    if config.stream_k:
+        sums.room = config.accumulators // 4
+    return sums
 
 
 def make_sums(config: HopperConfig, signature: Signature, store: Any) -> Sums:

@@ -135,6 +135,7 @@ def configuration(case: GroupCase, number: int, arch: Arch) -> str | None:
         options += ["half"] if schedule == "coop2" and not {"swap", "twin"} & set(options) and r.random() < 0.4 else []
         options += ["once"] if r.random() < 0.2 and "zig" not in options else []
         options += ["streamk"] if r.random() < 0.3 and "once" not in options else []
+        options += ["fit"] if "swap" in options and r.random() < 0.4 else []
         config = HopperConfig(
             bm, r.choice(WIDTHS), r.choice((32, 64, 64, 128)), schedule, r.choice(CLUSTERS), r.randint(2, 5),
             r.choice(("row", "col", "g2", "serp8", "hilbert")),

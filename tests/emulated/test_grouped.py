@@ -32,6 +32,8 @@ CONFIGS = [
     (RAGGED_M, "64x64x64/pp/c2x1/s3/g2/zig/pdl", "nt"),
     (RAGGED_M, "64x16x64/coop1/c2x1/s3/g2/swap/skew", "tn"),
     (RAGGED_M, "128x144x64/coop2/c1x1/s3/g2/swap", "tt"),
+    (RAGGED_M, "128x64x64/coop2/c1x2/s3/serp2/swap/zig/fit", "tn"),
+    (RAGGED_M, "64x48x64/pp/c1x1/s3/g2/swap/fit/pdl", "tt"),
     (RAGGED_N, "128x16x64/coop2/c1x1/s3/hilbert/swap", "tt"),
     (RAGGED_K, "128x64x64/coop2/c1x2/s3/g2/zig", "nt"),
     (RAGGED_K, "64x32x32/coop1/c2x1/s3/g2/swap", "nt"),
@@ -41,7 +43,9 @@ CONFIGS = [
     (GATHERED, "128x64x64/coop2/c2x1/s3/g2", "tn"),
     (GATHERED, "64x64x128/pp/c1x1/s2/serp2/pdl", "tt"),
     (GATHERED, "64x16x32/coop1/c1x2/s3/g2/swap", "tn"),
+    (GATHERED, "64x32x64/coop1/c1x1/s3/g2/swap/fit", "tn"),
     (SCATTERED, "64x16x64/pp/c1x1/s3/g2/swap", "tt"),
+    (SCATTERED, "128x32x64/coop2/c2x1/s3/g2/swap/fit", "tn"),
     (SCATTERED, "64x160x64/pp/c1x1/s3/g2/swap", "tn"),
 ]
 
@@ -256,6 +260,37 @@ def test_gradients_by_the_kernels(seed):
         found.append(torch.autograd.grad(d, leaves, upstream))
     for mine, theirs in zip(*found, strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_fitted_tiles_divide_a_group_evenly_and_are_as_narrow_as_its_rows_allow(seed, monkeypatch):
+    """Of tiles of 64 rows: 65 rows are two tiles, of 33 and 32, which take WGMMAs of 48 columns, as one row does."""
+    found, original = [], bridge.emulate
+
+    def emulate(*given, **named):
+        (report,) = original(*given, **named, profile=True)
+        found.append(report.bytes["wgmma operands"])
+        return [report]
+
+    monkeypatch.setattr(bridge, "emulate", emulate)
+    case = GroupCase.random(RAGGED_M, [65, 1, 0, 49, 130], 0, 64, 64, seed=seed, integers=True)
+    case.run(exact=True, backend="cute", config="sm90/64x64x64/coop1/c1x1/s3/g2/swap/fit")
+    steps, widths = 64 // 16, [48, 48, 48, 64, 48, 48, 48]
+    assert found == [sum(64 + n for n in widths) * 32 * steps]
+
+
+@pytest.mark.parametrize(
+    ("config", "work", "reason"),
+    [
+        ("64x32x64/coop1/c1x1/s3/g2/fit", RAGGED_M, "fit divides the rows of groups among tiles with swapped operands"),
+        ("64x32x64/coop1/c1x1/s3/g2/swap/fit", MASKED, "accepted are ragged_m, gathered_m, scattered_m"),
+        ("64x32x64/coop1/c1x1/s3/g2/swap/fit", RAGGED_N, "accepted are ragged_m, gathered_m, scattered_m"),
+        ("64x40x64/coop1/c1x1/s3/g2/swap/fit", RAGGED_M, "bn is 40, no multiple of 16"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(config, work, reason):
+    case = GroupCase.random(work, [8, 8], 16, 72, 72, majors="tt" if work == RAGGED_N else "tn")
+    with pytest.raises(UnsupportedError, match=reason):
+        case.run(backend="cute", config=f"sm90/{config}")
 
 
 def test_what_no_kernel_serves_is_refused_with_the_reason():

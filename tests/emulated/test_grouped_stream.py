@@ -26,6 +26,7 @@ ONE = "sm90/64x64x64/coop1/c1x1/s3/g2/streamk"
 CONFIGS = [
     (RAGGED_M, "128x64x64/coop2/c1x1/s3/serp2/zig/streamk", "tn", 1),
     (RAGGED_M, "64x64x64/coop1/c1x2/s3/hilbert/streamk/pdl", "nt", 2),
+    (RAGGED_M, "64x48x64/coop1/c2x1/s3/g2/swap/zig/streamk/fit", "tn", 2),
     (RAGGED_N, "64x64x64/coop1/c1x1/s3/g2/swap/streamk", "tt", 1),
     (MASKED, "128x32x64/coop2/c2x1/s3/g2/streamk/skew", "tn", 2),
     (GATHERED, "64x64x64/coop1/c2x1/s3/g2/streamk", "tn", 2),
@@ -61,6 +62,18 @@ def test_groups_of_any_sizes(work, config, majors, ctas, integers, seed, monkeyp
     tail = -sum(sizes) % 8 + 8
     case = GroupCase.random(work, sizes, *extents, seed=seed, tail=tail, majors=majors, integers=integers)
     case.run(integers, backend="cute", config=config)
+
+
+def test_cut_tiles_of_several_widths_have_room_of_their_own(seed, monkeypatch):
+    """Seven tiles on five clusters: two are left over and cut in two, of 40 rows (48 columns) and of 20 (32 columns).
+
+    Which parts would overwrite each other depends on the time, in one run of six.
+    """
+    gpu_of(5, monkeypatch)
+    case = GroupCase.random(RAGGED_M, [48] * 5 + [40, 20], 0, 64, 1032, seed=seed, integers=True)
+    for number in range(12):
+        monkeypatch.setenv("CUTEGEMM_EMULATOR_SEED", str(number))
+        case.run(True, backend="cute", config="sm90/64x48x64/coop1/c1x1/s3/g2/swap/streamk/fit")
 
 
 def test_replays_with_other_sizes_share_a_workspace(seed, monkeypatch):

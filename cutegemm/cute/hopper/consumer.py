@@ -53,7 +53,8 @@ class Consumer:
             if cutlass.const_expr(config.ping_pong):
                 self.turns.wait(self.group, done)
             if cutlass.const_expr(len(self.narrow) > 0):
-                stage, phase = self._fitted(stage, phase, tile, self.work.columns_of(tile), 0)
+                columns = tile.end - (tile.begin + tile.column * config.bn)
+                stage, phase = self._fitted(stage, phase, tile, columns, 0)
             else:
                 stage, phase = self._multiply(stage, phase, tile)
             if cutlass.const_expr(self.more > 0):
@@ -73,15 +74,16 @@ class Consumer:
     def _fitted(self, stage, phase, tile, columns, number: cutlass.Constexpr):
         """Multiplies and finishes a tile, with the narrowest products from the `number`-th on that have its columns."""
         if cutlass.const_expr(number == len(self.narrow)):
-            stage, phase = self._compute(self.products, self.sums, stage, phase, tile)
+            stage, phase = self._compute((self.products, self.sums), stage, phase, tile)
         else:
             if columns <= self.narrow[number][0].columns:
-                stage, phase = self._compute(*self.narrow[number], stage, phase, tile)
+                stage, phase = self._compute(self.narrow[number], stage, phase, tile)
             else:
                 stage, phase = self._fitted(stage, phase, tile, columns, number + 1)
         return stage, phase
 
-    def _compute(self, products: Products, sums: Sums, stage, phase, tile) -> tuple:
+    def _compute(self, by: tuple[Products, Sums], stage, phase, tile) -> tuple:
+        products, sums = by
         stage, phase = products.add_up(stage, phase, tile)
         sums.finish(products.accumulators, tile, self.work)
         return stage, phase

@@ -116,8 +116,8 @@ OPTIONS = (
     ),
     Option(
         "fit",
-        "with swapped operands, tiles divide the rows of a group evenly, and WGMMAs are as narrow as these rows allow",
-        (Exclusion(("solo", "fat", "zero"), "fit is for products in groups, which no lesson has"),),
+        "with swapped operands, tiles divide the rows of a group evenly, and their WGMMAs are as narrow as these rows "
+        "allow",
     ),
     Option(
         "arrival",
@@ -193,6 +193,7 @@ TRIALS = (
     Trial(("once/pdl",)),
     Trial(("zig/pdl", "zig/streamk/pdl"), least_area=128 * 128, clusters=3, orders=("serp8", "serp16")),
     Trial(("swap/pdl",), clusters=3, rings=2),
+    Trial(("swap/zig/fit/pdl", "swap/zig/streamk/fit/pdl"), least_area=128 * 128, clusters=3),
     Trial(("swap/once/pdl", "swap/once/skew/pdl", "swap/skew/pdl"), most_bn=32, rings=3, orders=("row",)),
 )
 """In the order of the tuner's space, which decides between configurations that took the same time."""

@@ -8,6 +8,8 @@ from cutegemm.problem.work import SKEW, SMALL_SHARE
 
 LARGE_GROUP = SKEW * SMALL_SHARE
 """From so many rows (or columns) a group on, its last tile is taken to be half full."""
+BEYOND, BEYOND_FITTED = 0.5, 0.1
+"""Of a tile, what a group counts beyond its rows; the second with option `fit`, whose tiles share the rows evenly."""
 
 
 def tiles_seconds(
@@ -52,15 +54,15 @@ def fourth_mean(one: float, other: float) -> float:
     return math.sqrt(math.sqrt(one**4 + other**4))
 
 
-def tiles_along(extent: int, tile: int, ragged: bool) -> float:
+def tiles_along(extent: int, tile: int, more: float) -> float:
     """Tiles along rows or columns.
 
-    A large group whose size lies on the device counts half a tile more than its share fills. A tile larger than the
-    share holds some groups whole and others not, depending on how unequal they are: half of the excess over one tile
-    counts.
+    A large group whose size lies on the device counts `more` than its share fills, half a tile or the tenth of a fitted
+    one; other extents have 0. A tile larger than the share holds some groups whole and others not, depending on how
+    unequal they are: half of the excess over one tile counts.
     """
-    if ragged and extent >= LARGE_GROUP:
-        found = extent / tile + 0.5
+    if more and extent >= LARGE_GROUP:
+        found = extent / tile + more
         if tile > extent:
             found = 0.5 + 0.5 * found if found > 1 else 1.0
         return found

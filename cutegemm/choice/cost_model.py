@@ -66,7 +66,7 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 from cutegemm.choice import learned
-from cutegemm.choice.cost_formula import fourth_mean, launch_seconds, tiles_along, tiles_seconds
+from cutegemm.choice.cost_formula import BEYOND, BEYOND_FITTED, fourth_mean, launch_seconds, tiles_along, tiles_seconds
 from cutegemm.choice.cost_rates import Rates, rates
 from cutegemm.choice.cost_terms import Terms
 from cutegemm.choice.footprint import QUARTERS
@@ -112,7 +112,7 @@ FIELDS = (
     "_least_factor", "_least_latency", "_least_latency_lines", "_least_load", "_least_outside", "_least_read",
     "_least_step", "_least_tail", "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b", "_load_chip",
     "_lump", "_most_flops", "_multiply", "_out_size", "_outputs", "_outside", "_overlap", "_parts", "_places",
-    "_port", "_ragged_m", "_ragged_n", "_read", "_rereads", "_rest", "_sectors", "_serial", "_shared", "_slower",
+    "_port", "_beyond_m", "_beyond_n", "_read", "_rereads", "_rest", "_sectors", "_serial", "_shared", "_slower",
     "_smem", "_split_each", "_split_fixed", "_split_part", "_splits", "_stages", "_stays", "_step_fixed", "_sums",
     "_swapped", "_tail", "_threads", "_tile_m", "_tile_n", "_torn", "_under", "_uneven", "_waits", "_waits_port",
     "_waves", "_within", "_writes", "_written",
@@ -142,7 +142,8 @@ class Model:
         self._out_size, self._read, self._written = ITEMSIZE[signature.out_dtype], read, out
         self._tile_m, self._tile_n = rows_a, rows_b = f.cluster_tile
         ragged = WORKS[signature.work].ragged
-        self._ragged_m, self._ragged_n = ragged == "m", ragged == "n"
+        beyond = BEYOND_FITTED if f.fitted else BEYOND
+        self._beyond_m, self._beyond_n = beyond if ragged == "m" else 0.0, beyond if ragged == "n" else 0.0
         self._bk, self._splits = f.bk, f.splits
         self._places = clusters(arch, ctas)
         self._parts = f.splits * f.parts
@@ -302,7 +303,7 @@ class Model:
         An estimate that no correction could bring below `best` is not corrected.
         """
         splits, places, within = self._splits, self._places, self._within
-        rows, columns = tiles_along(m, self._tile_m, self._ragged_m), tiles_along(n, self._tile_n, self._ragged_n)
+        rows, columns = tiles_along(m, self._tile_m, self._beyond_m), tiles_along(n, self._tile_n, self._beyond_n)
         tiles = rows * columns * batch
         all_steps = -(-k // self._bk) if k else 1
         steps = -(-all_steps // self._parts)
@@ -455,7 +456,7 @@ class Model:
         if not m * n * batch:
             return self._fixed - self._early  # what every launch costs, and no correction
         places, tile_m, tile_n = self._places, self._tile_m, self._tile_n
-        rows, columns = tiles_along(m, tile_m, self._ragged_m), tiles_along(n, tile_n, self._ragged_n)
+        rows, columns = tiles_along(m, tile_m, self._beyond_m), tiles_along(n, tile_n, self._beyond_n)
         tiles = rows * columns * batch
         all_steps = -(-k // self._bk) if k else 1
         steps = -(-all_steps // self._parts)

@@ -35,7 +35,8 @@ class Footprint:
     threads: of a CTA. ctas: CTAs resident on an SM.
     cluster: CTAs along M and N that share loads. parts: CTAs of a cluster that sum a part of K each and add up on chip.
     splits: parts of K among clusters. serial: one CTA adds up all splits of a tile; else its CTAs share them out.
-    balanced: tiles that fill no round of all SMs are cut along K (stream-K).
+    balanced: tiles that fill no round of all SMs are cut along K (stream-K). fitted: tiles of a group whose size lies
+    on the device share its rows evenly.
     group: tile rows that the tile order walks together. curve: the tile order is a Hilbert curve.
     zig: every other wave of tiles walks K backwards.
     overlapped: the epilogue runs under the next tile's multiplications.
@@ -71,6 +72,7 @@ class Footprint:
     overlapped: bool = False
     serial: bool = True
     balanced: bool = False
+    fitted: bool = False
     pdl: bool = False
     early: bool = False
     copies: float = 1.0

@@ -44,6 +44,8 @@ from cutegemm.run.routing import Routing
 
 WEIGHT = Source("operand", 0)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MOST_UNROLLED = 16
+"""Rows of a token that torch.compile adds up one by one: its own sum of 8 rows took three times as long as torch's."""
 _ACCEPTED = ", ".join(map(str, DTYPES))
 
 
@@ -228,7 +230,7 @@ class Settings(NamedTuple):
     def combined(self, rows: Any, b: Any, route: Routing, top_k: int) -> Any:
         """rows @ b in groups, and each token's rows added up: (tokens, columns of b)."""
         slots = self.product(rows, b, route.ends, places=route.places)
-        return slots if top_k == 1 else slots.view(slots.shape[0] // top_k, top_k, slots.shape[1]).sum(1)
+        return added_up(slots, top_k)
 
     def launches(self, experts: Any, weights: Any, x: Any, gate_up: Any, down: Any) -> tuple[Any, ...] | None:
         """How the C++ part launches the kernels of a call that was computed (`native.install_mixture`); None where
@@ -265,6 +267,21 @@ class Settings(NamedTuple):
         weight = _of_rows(weights, route) if route.weights is None else route.weights
         rows = self.hidden(x, gate_up, weight, route, text)
         return self.combined(rows, down.mT, route, weights.shape[1])
+
+
+def added_up(slots: torch.Tensor, top_k: int) -> torch.Tensor:
+    """(tokens, N) of (tokens * top_k, N): the rows of each token added up in fp32, and rounded once."""
+    if top_k == 1:
+        return slots
+    each = slots.view(slots.shape[0] // top_k, top_k, slots.shape[1])
+    if top_k == 2:  # on an H200 torch's sum takes one and a half times as long (docs/mixtures.md#measuring)
+        return each[:, 0] + each[:, 1]
+    if torch.compiler.is_dynamo_compiling() and top_k <= MOST_UNROLLED:
+        total = each[:, 0].float()
+        for choice in range(1, top_k):
+            total = total + each[:, choice]
+        return total.to(slots.dtype)
+    return each.sum(1)
 
 
 def _of_rows(weights: torch.Tensor, route: Routing) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 
 from cutegemm import replacing
 from cutegemm.grouped import grouped_gemm
-from cutegemm.moe import by_tokens, check_chosen, check_types, programs_of, routed
+from cutegemm.moe import added_up, by_tokens, check_chosen, check_types, programs_of, routed
 from cutegemm.problem import request
 from cutegemm.problem.grouped_request import MOST_GROUPS, Sizes
 from cutegemm.problem.quantization import ACCEPTED_INPUTS, BLOCK, FORMATS, INPUTS
@@ -145,9 +145,7 @@ class Fp8MoE(torch.nn.Module):
         text = programs_of(self.activation, weights.dtype, input.dtype, (False, False))[0]
         hidden = self._product("gate_up_proj", tokens, text, (route.weights,), Sizes(route.ends, rows=route.rows))
         slots = self._product("down_proj", hidden, PRODUCT, (), Sizes(route.ends, places=route.places))
-        if top_k > 1:
-            slots = slots.view(slots.shape[0] // top_k, top_k, slots.shape[1]).sum(1)
-        return slots.view(*input.shape[:-1], slots.shape[1])
+        return added_up(slots, top_k).view(*input.shape[:-1], slots.shape[1])
 
     def _product(self, name: str, x: Any, text: str, operands: Any, sizes: Sizes) -> Any:
         """x, quantized, times a weight of each group, by the program of that text."""

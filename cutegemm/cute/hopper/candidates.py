@@ -56,8 +56,8 @@ _FITTED = (
     "sm90/256x176x64/coop2/c2x1/s4/serp8/swap/zig/streamk/fit/pdl",
     "sm90/256x160x64/coop2/c1x2/s4/serp8/swap/zig/streamk/fit/pdl",
 )
-"""In the shortlists of groups of rows too: tiles that divide a group evenly (docs/grouped.md#tiles-that-fit-a-group). The
-model estimates them within 5 % of what they took on an H200."""
+"""In the shortlists of groups of rows too: tiles that divide a group evenly
+(docs/grouped.md#tiles-that-fit-a-group). The model estimates them within 5 % of what they took on an H200."""
 FITTED_ROWS = {64: _FITTED[:1], 128: _FITTED[1:2], 256: _FITTED[1:], 512: _FITTED[2:]}
 """Those of them that are compared, by rows of a group, rounded up to a power of two."""
 STREAMED_ROWS, LARGE_TILE = 256, 128 * 224
@@ -94,7 +94,8 @@ MOST_STAGES = 16
 @functools.lru_cache(maxsize=64)
 def _with_shortlists(signature: Signature) -> tuple[str, ...]:
     """The candidates with shortlists, as they serve a signature."""
-    texts = (*shortlists.configurations(), *_ROW_BY_ROW, *_IN_PARTS, *_STREAMED, *_BANDED, *_FITTED)
+    texts = (*shortlists.configurations(), *_ROW_BY_ROW, *_IN_PARTS, *_STREAMED, *_BANDED)
+    texts += _FITTED if signature.work in STREAMED_WORKS else ()
     return tuple(dict.fromkeys(_served(text, signature) for text in texts))
 
 

@@ -193,7 +193,6 @@ TRIALS = (
     Trial(("once/pdl",)),
     Trial(("zig/pdl", "zig/streamk/pdl"), least_area=128 * 128, clusters=3, orders=("serp8", "serp16")),
     Trial(("swap/pdl",), clusters=3, rings=2),
-    Trial(("swap/zig/fit/pdl", "swap/zig/streamk/fit/pdl"), least_area=128 * 128, clusters=3),
     Trial(("swap/once/pdl", "swap/once/skew/pdl", "swap/skew/pdl"), most_bn=32, rings=3, orders=("row",)),
 )
 """In the order of the tuner's space, which decides between configurations that took the same time."""
@@ -204,13 +203,16 @@ TWIN_TRIALS, TWIN_PART_TRIALS = (
     for table in (TRIALS, PART_TRIALS)
 )
 """The same for operands of one byte, whose promoted sums may have twins."""
+FITTED_TRIALS = (Trial(("swap/zig/fit/pdl", "swap/zig/streamk/fit/pdl"), least_area=128 * 128, clusters=3),)
+"""The same for operands of two bytes, the rows of whose groups tiles may divide evenly."""
 HALF_TRIALS = (Trial(("zig/pdl/half", "zig/streamk/pdl/half"), least_area=128 * 224, clusters=3, rings=2),)
 """The same for promoted sums of the largest tiles, whose partial sums are those of halves."""
 
 
 def whole_trials(itemsize: int) -> tuple[Trial, ...]:
     """The rows for operands of `itemsize` bytes where a CTA sums all of K."""
-    return (*TRIALS, *TWIN_TRIALS, *HALF_TRIALS) if itemsize == 1 else TRIALS
+    more = {1: (*TWIN_TRIALS, *HALF_TRIALS), 2: FITTED_TRIALS}
+    return (*TRIALS, *more.get(itemsize, ()))
 
 
 def trials(table: tuple[Trial, ...], bm: int, bn: int) -> Iterator[tuple[Trial, tuple[tuple[str, ...], ...]]]:

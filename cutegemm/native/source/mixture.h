@@ -54,6 +54,13 @@ struct ToMix {
   }
 
  private:
+  // As `added_up` in moe.py.
+  static at::Tensor added_up(const at::Tensor& by_slot, int64_t top_k) {
+    if (top_k == 1) return by_slot;
+    const at::Tensor each = by_slot.view({-1, top_k, by_slot.size(1)});
+    return top_k == 2 ? at::add(each.select(1, 0), each.select(1, 1)) : at::sum(each, 1);
+  }
+
   bool launch(const Mixture& how, at::Tensor& d) const {
     const int64_t top_k = choice.sizes[1], slots = choice.sizes[0] * top_k;
     const auto integers = [this](int64_t count) {
@@ -85,8 +92,7 @@ struct ToMix {
     shape.back() = result[0].size(1);
     const c10::impl::ExcludeDispatchKeyGuard without(c10::autocast_dispatch_keyset);  // it would sum to fp32
     const at::Tensor& by_slot = result[0];
-    const at::Tensor by_token = top_k == 1 ? by_slot : at::sum(by_slot.view({-1, top_k, shape.back()}), 1);
-    d = by_token.view(shape);
+    d = added_up(by_slot, top_k).view(shape);
     return true;
   }
 };

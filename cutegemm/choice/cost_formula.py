@@ -9,7 +9,7 @@ from cutegemm.problem.work import SKEW, SMALL_SHARE
 LARGE_GROUP = SKEW * SMALL_SHARE
 """From so many rows (or columns) a group on, its last tile is taken to be half full."""
 BEYOND, BEYOND_FITTED = 0.5, 0.1
-"""Of a tile, what a group counts beyond its rows; the second with option `fit`, whose tiles share the rows evenly."""
+"""Tiles that a large group counts beyond its rows divided by those of a tile; the second with option `fit`."""
 
 
 def tiles_seconds(

@@ -113,7 +113,8 @@ class Profile:
 
     def wgmma(self, op: Any) -> None:
         n = op.spec[0]
-        self._add("wgmma operands", len(op.c) // 4 * (64 * (op.a.ndim == 1) + n) * 32)
+        # A quarter for each warp: those of a warpgroup may come at different times.
+        self._add("wgmma operands", len(op.c) * (64 * (op.a.ndim == 1) + n) * 8)
 
     # -- the result -------------------------------------------------------------------------------------------
     def fill(self, report: Report) -> None:

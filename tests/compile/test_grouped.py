@@ -6,6 +6,7 @@ import pytest
 
 from cutegemm import backend, ops
 from cutegemm.choice import plan
+from cutegemm.cute.hopper import candidates
 from cutegemm.hardware import arch
 from cutegemm.problem import Problem
 from cutegemm.problem.epilogue import Epilogue
@@ -54,6 +55,31 @@ def test_nothing_is_spilled(config, work, majors, epilogue):
     kernel = CUTE.build(problem.signature, chosen, HOPPER)
     assert not spilled(kernel.cubin)
     assert overlaps(kernel.cubin)
+
+
+@pytest.mark.parametrize("majors", ["tn", "tt"])
+@pytest.mark.parametrize("work", ["ragged_m", "scattered_m"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        "",
+        "(acc, x0: bf16[M, 1]) -> bf16: return acc * x0",
+        "(gate: halves[0], up: halves[1], x0: bf16[M, 1]) -> bf16: return silu(gate) * up * x0",
+    ],
+)
+@pytest.mark.product(keep=2)
+def test_no_candidate_that_fits_a_group_spills(program, work, majors):
+    epilogue = Epilogue(custom=simplified(parse(f"def epilogue{program}"))) if program else None
+    problem = Problem.of(2048, 4096, 4096, majors=majors, batch=8, work=work, epilogue=epilogue)
+    listed = [candidates.shortlist(problem.signature, HOPPER, rows, 4096, 4096, 8) for rows in (64, 128, 256, 512)]
+    fitted = {text for each in listed for text, _ in each if "/fit" in text}
+    assert (len(fitted) == 0) == ("gate" in program and majors == "tt")
+    for text in fitted:
+        chosen = CUTE.parse(text)
+        if CUTE.check(chosen, problem, HOPPER) is None:
+            kernel = CUTE.build(problem.signature, chosen, HOPPER)
+            assert not spilled(kernel.cubin)
+            assert overlaps(kernel.cubin)
 
 
 def scaled(work: str, recipe: str) -> Epilogue:

@@ -262,8 +262,18 @@ def test_gradients_by_the_kernels(seed):
         assert torch.equal(mine, theirs)
 
 
-def test_fitted_tiles_divide_a_group_evenly_and_are_as_narrow_as_its_rows_allow(seed, monkeypatch):
-    """Of tiles of 64 rows: 65 rows are two tiles, of 33 and 32, which take WGMMAs of 48 columns, as one row does."""
+@pytest.mark.parametrize(
+    ("config", "sizes", "widths"),
+    [
+        ("64x64x64/coop1/c1x1", [65, 1, 0, 49, 130], [48, 48, 48, 64, 48, 48, 48]),  # 33 and 32; 1; 49; 44, 44 and 42
+        ("64x64x64/coop1/c1x2", [65, 1, 0, 49, 130], [48, 48, 48, 48, 48, 48, 48, 48, 48, 48]),  # pairs
+        ("64x96x64/coop1/c1x1", [97, 150, 96, 1, 200], [64, 64, 80, 80, 96, 64, 80, 80, 80]),
+    ],
+)
+def test_fitted_tiles_divide_a_group_evenly_and_are_as_narrow_as_its_rows_allow(
+    config, sizes, widths, seed, monkeypatch
+):
+    """Each width is the least that has the tile's rows, of more than half of the whole."""
     found, original = [], bridge.emulate
 
     def emulate(*given, **named):
@@ -272,18 +282,32 @@ def test_fitted_tiles_divide_a_group_evenly_and_are_as_narrow_as_its_rows_allow(
         return [report]
 
     monkeypatch.setattr(bridge, "emulate", emulate)
-    case = GroupCase.random(RAGGED_M, [65, 1, 0, 49, 130], 0, 64, 64, seed=seed, integers=True)
-    case.run(exact=True, backend="cute", config="sm90/64x64x64/coop1/c1x1/s3/g2/swap/fit")
-    steps, widths = 64 // 16, [48, 48, 48, 64, 48, 48, 48]
-    assert found == [sum(64 + n for n in widths) * 32 * steps]
+    case = GroupCase.random(RAGGED_M, sizes, 0, 64, 64, seed=seed, integers=True)
+    case.run(exact=True, backend="cute", config=f"sm90/{config}/s3/g2/swap/fit")
+    assert found == [sum(64 + n for n in widths) * 32 * (64 // 16)]
+
+
+@pytest.mark.parametrize(
+    ("config", "k"), [("64x48x32/pp/c1x1/s2/g2/swap/fit", 96), ("128x48x32/coop2/c1x1/s2/g2/swap/fit", 64)]
+)
+def test_operands_of_tiles_of_two_widths_lie_apart(config, k, seed, monkeypatch):
+    """A warpgroup is still at a tile of 48 rows when the other one begins with the next, of 20: a number for each row
+    lies in shared memory.
+    """
+    case = GroupCase.random(RAGGED_M, [48, 20, 48, 9], 0, 128, k, seed=seed, integers=True)
+    case.epilogue = lambda acc, row: acc * row
+    case.operands = (torch.arange(125).remainder(5).bfloat16()[:, None],)
+    for number in range(3):
+        monkeypatch.setenv("CUTEGEMM_EMULATOR_SEED", str(number))
+        case.run(exact=True, backend="cute", config=f"sm90/{config}")
 
 
 @pytest.mark.parametrize(
     ("config", "work", "reason"),
     [
-        ("64x32x64/coop1/c1x1/s3/g2/fit", RAGGED_M, "fit divides the rows of groups among tiles with swapped operands"),
-        ("64x32x64/coop1/c1x1/s3/g2/swap/fit", MASKED, "accepted are ragged_m, gathered_m, scattered_m"),
-        ("64x32x64/coop1/c1x1/s3/g2/swap/fit", RAGGED_N, "accepted are ragged_m, gathered_m, scattered_m"),
+        ("64x32x64/coop1/c1x1/s3/g2/fit", RAGGED_M, "accepted is fit with swap"),
+        ("64x32x64/coop1/c1x1/s3/g2/swap/fit", MASKED, "this product is masked, accepted: ragged_m, gathered_m"),
+        ("64x32x64/coop1/c1x1/s3/g2/swap/fit", RAGGED_N, "this product is ragged_n, accepted: ragged_m, gathered_m"),
         ("64x40x64/coop1/c1x1/s3/g2/swap/fit", RAGGED_M, "bn is 40, no multiple of 16"),
     ],
 )

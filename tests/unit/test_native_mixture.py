@@ -44,6 +44,8 @@ SERVED: dict[str, Callable[[], Any]] = {
     "by name of the backend": lambda: mixture(backend="cute", precision="ieee"),
     "int32, weights in bf16": lambda: mixture(experts=EXPERTS.int(), weights=WEIGHTS.bfloat16()),
     "one choice": lambda: mixture(experts=EXPERTS[:, :1], weights=WEIGHTS[:, :1]),
+    "three choices": lambda: mixture(
+        experts=torch.cat((EXPERTS, EXPERTS[:, :1] + 1), 1), weights=torch.cat((WEIGHTS, WEIGHTS[:, :1]), 1)),
     "one token": lambda: mixture(X[:1], EXPERTS[:1], WEIGHTS[:1]),
     "one token of a wider matrix": lambda: mixture(numbers(1, 7, 64)[:, -1], EXPERTS[:1], WEIGHTS[:1]),
     "three dimensions": lambda: mixture(X.view(2, 3, 64), EXPERTS.view(2, 3, 2), WEIGHTS.view(2, 3, 2)),

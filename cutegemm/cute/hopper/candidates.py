@@ -11,7 +11,7 @@ tests/compile builds one for each tile, schedule and order of operands, without 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -51,15 +51,17 @@ and bands of sixteen tiles hold all rows of most groups, whose weights are then 
 _BANDED = ("sm90/128x256x64/coop2/c1x2/s4/serp16/zig/pdl",)
 """Compared for programs of gate and up besides: the same in whole tiles. On an H200 it took 0.97 to 1.01 of the time of
 `_STREAMED` for experts with 3072 to 28672 columns of gate and up (docs/grouped.md#gathering-in-a-pass-of-its-own)."""
-_FITTED = (
-    "sm90/256x96x64/coop2/c2x1/s4/serp8/swap/zig/fit/pdl",
-    "sm90/256x176x64/coop2/c2x1/s4/serp8/swap/zig/streamk/fit/pdl",
-    "sm90/256x160x64/coop2/c1x2/s4/serp8/swap/zig/streamk/fit/pdl",
-)
-"""In the shortlists of groups of rows too: tiles that divide a group evenly
-(docs/grouped.md#tiles-that-fit-a-group). The model estimates them within 5 % of what they took on an H200."""
-FITTED_ROWS = {64: _FITTED[:1], 128: _FITTED[1:2], 256: _FITTED[1:], 512: _FITTED[2:]}
-"""Those of them that are compared, by rows of a group, rounded up to a power of two."""
+FITTED_ROWS: Mapping[int, tuple[str, ...]] = {
+    64: ("sm90/256x96x64/coop2/c2x1/s4/serp8/swap/zig/fit/pdl",),
+    128: ("sm90/256x176x64/coop2/c2x1/s4/serp8/swap/zig/streamk/fit/pdl",),
+    256: (
+        "sm90/256x176x64/coop2/c2x1/s4/serp8/swap/zig/streamk/fit/pdl",
+        "sm90/256x160x64/coop2/c1x2/s4/serp8/swap/zig/streamk/fit/pdl",
+    ),
+    512: ("sm90/256x160x64/coop2/c1x2/s4/serp8/swap/zig/streamk/fit/pdl",),
+}
+"""In the shortlists of groups of so many rows, rounded up to a power of two: tiles that divide a group evenly
+(docs/grouped.md#tiles-that-fit-a-group)."""
 STREAMED_ROWS, LARGE_TILE = 256, 128 * 224
 """Rows of a group, rounded up to a power of two. In groups of `LARGE_GROUP` rows cooperative tiles of so many elements
 are not compared otherwise: they took longer on an H200 than `_STREAMED`, where the model expects the opposite."""
@@ -81,7 +83,7 @@ fewer rows or columns most other tiles would be mostly empty."""
 COUNTED_WORKS = (*ROWS, RAGGED_N, MASKED)
 """Works of which nobody can know on the host how many tiles there are."""
 STREAMED_WORKS = (RAGGED_M, SCATTERED)
-"""Works of which `_STREAMED` computes groups of many rows, and `_FITTED` those of fewer."""
+"""Works of which `_STREAMED` computes groups of many rows, and `FITTED_ROWS` those of fewer, too."""
 NUMBERS = tuple(range(2, 33))
 """The numbers of parts that a candidate may split K into."""
 MOST_ROWS = 16
@@ -95,7 +97,7 @@ MOST_STAGES = 16
 def _with_shortlists(signature: Signature) -> tuple[str, ...]:
     """The candidates with shortlists, as they serve a signature."""
     texts = (*shortlists.configurations(), *_ROW_BY_ROW, *_IN_PARTS, *_STREAMED, *_BANDED)
-    texts += _FITTED if signature.work in STREAMED_WORKS else ()
+    texts += _fitted(signature, [text for each in FITTED_ROWS.values() for text in each])
     return tuple(dict.fromkeys(_served(text, signature) for text in texts))
 
 
@@ -116,6 +118,17 @@ def listed(signature: Signature) -> tuple[str, ...]:
     """The candidates for a signature that the family takes."""
     texts = _as_listed(signature)
     return tuple(dict.fromkeys(_fitting(signature).values())) if _is_crowded(signature) else texts
+
+
+def _fitted(signature: Signature, texts: Sequence[str]) -> tuple[str, ...]:
+    """Those of `FITTED_ROWS` as they serve a signature; none with gate and up of a row-major B, which spill registers.
+    The slabs of scattered rows leave no room for four stages of 176 rows.
+    """
+    gated = signature.epilogue.gating is not None and signature.b_major == "n"
+    if signature.work not in STREAMED_WORKS or ITEMSIZE[signature.dtype] != 2 or gated:
+        return ()
+    scattered = signature.work == SCATTERED
+    return tuple(text.replace("256x176", "256x160") if scattered else text for text in texts)
 
 
 def _is_crowded(signature: Signature) -> bool:
@@ -216,8 +229,7 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
         found = [each for each in found if not _is_large(each[0])]
     if signature.work in STREAMED_WORKS and m >= STREAMED_ROWS:
         found += ((text, False) for text in (*_STREAMED, *(_BANDED if signature.epilogue.gating else ())))
-    if signature.work in STREAMED_WORKS:
-        found += ((text, False) for text in FITTED_ROWS.get(m, ()))
+    found += ((text, False) for text in _fitted(signature, FITTED_ROWS.get(m, ())))
     found += beside_cells(m, n, k, batch)
     if signature.epilogue.gating and m < UNSWAPPED_ROWS:
         # Few of the swapped tiles, which fill the shortlists of few rows, can hold gate and up.

@@ -78,7 +78,6 @@ def of(config: HopperConfig, signature: Signature, arch: Arch) -> Footprint:
         narrow=_narrow(config, signature),
         leaves_room=flags["pdl"] and ctas > 1,
         stays=config.persistent,
-        fitted=config.fits,
         terms=terms,
         itemsize=None if signature.parts is None else signature.parts.itemsize,
         program=_program(config, signature),

@@ -98,8 +98,12 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
 
 def _why_not_fitted(config: HopperConfig, signature: Signature) -> str | None:
     """Why tiles cannot be fitted to the rows of groups; None where they can."""
-    if not config.swapped or signature.work not in ROWS:
-        return f"fit divides the rows of groups among tiles with swapped operands; accepted are {', '.join(ROWS)}"
+    if signature.work not in ROWS:
+        return (
+            f"fit divides the rows of groups among tiles; this product is {signature.work}, accepted: {', '.join(ROWS)}"
+        )
+    if not config.swapped:
+        return "fit narrows the n of WGMMAs, along which rows lie with swapped operands; accepted is fit with swap"
     if ITEMSIZE[signature.dtype] != 2:
         return f"fit narrows WGMMAs of operands of 16 bits; these are {signature.dtype}"
     if config.bn % 16:

@@ -116,8 +116,9 @@ OPTIONS = (
     ),
     Option(
         "fit",
-        "with swapped operands, tiles divide the rows of a group evenly, and their WGMMAs are as narrow as these rows "
-        "allow",
+        "with swapped operands, tiles divide the rows of a group evenly; a WGMMA has as many columns as these rows, "
+        "rounded up to 16, and more than half of BN",
+        footprint="fitted",
     ),
     Option(
         "arrival",

@@ -7,6 +7,7 @@ them in vectors; the kernels without TMA store in the same way. `store` says whi
 from __future__ import annotations
 
 import types
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -41,6 +42,7 @@ class SlabStore:
     """
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
+        self.config, self.signature = config, signature
         self.blocks, self.block_step = config.out_blocks(signature), config.block_step
         self.columns, self.block_size = config.slab_columns, config.bn // 2
         self.strips = config.bn // self.columns
@@ -49,6 +51,10 @@ class SlabStore:
         self.halves, self.up = signature.epilogue.gating == "halves", up_offset(config, signature)
         strip: Any = types.SimpleNamespace(wn=config.slab_width(signature), crossed=False)
         self.slabs = SlabEpilogue(strip, signature, late_bias=True)
+
+    def narrowed(self, columns: int) -> SlabStore:
+        """As `TmaEpilogue.narrowed`; a slab is as large for every width."""
+        return type(self)(replace(self.config, bn=columns), self.signature)
 
     def make_atoms(self, args) -> tuple:
         """Needs no tensor maps."""

@@ -15,6 +15,7 @@ with swapped operands half of a warpgroup's blocks of 64 rows.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -66,7 +67,7 @@ class TmaEpilogue:
     """stmatrix's modifier that transposes each 8x8 matrix."""
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
-        self.config = config
+        self.config, self.signature = config, signature
         self.blocks, self.block_step = config.out_blocks(signature), config.block_step
         self.out_columns, self.up = config.out_columns(signature), up_offset(config, signature)
         self.clipped = grouping.clips_results(signature.work)
@@ -91,6 +92,17 @@ class TmaEpilogue:
         self.staged = next((each for each in self.matrices.values() if each.staged), None)
         plan = config.through_ring(signature)
         self.ahead: Any = None if plan is None else Ahead(config, signature, plan, self)
+
+    def narrowed(self, columns: int) -> TmaEpilogue:
+        """The same for the first so many columns of a tile, of accumulators of their own.
+
+        What it keeps in shared memory lies where that of the whole tile does: another warpgroup may have a tile of
+        another width at the same time.
+        """
+        found = type(self)(replace(self.config, bn=columns), self.signature)
+        for name, vector in found.vectors.items():
+            vector.stride = self.vectors[name].stride
+        return found
 
     def box(self) -> tuple[int, int]:
         """(rows, columns) of D in one staging buffer."""

@@ -70,8 +70,7 @@ class WholeSum:
 
 def narrowed(config: HopperConfig, signature: Signature, store: Any, columns: int) -> Sums:
     """The sums of the first so many columns of a tile whose sums and `store` are those of `config`."""
-    narrow = replace(config, bn=columns)
-    sums: Any = make_sums(narrow, signature, type(store)(narrow, signature))
+    sums: Any = make_sums(replace(config, bn=columns), signature, store.narrowed(columns))
     if config.stream_k:
         sums.room = config.accumulators // 4
     return sums

@@ -64,12 +64,13 @@ class AcrossBias:
     def __init__(self, config: HopperConfig, given: Input, number: int, columns: int) -> None:
         """`number`: of the operand among those that lie across, each of which has rows of its own of `columns`."""
         self.wide: Any = Int32 if given.type == I32 else Float32
-        self.columns = columns
+        # Rows lie `stride` numbers apart: those of a narrow tile as far as those of the whole one.
+        self.columns = self.stride = columns
         self.first = number * config.consumers
 
     def start(self, memory, group, thread) -> None:
         """Binds to the rows of 32-bit numbers at shared pointer `memory`, one a warpgroup for each operand."""
-        self.memory = cute.recast_ptr(memory, dtype=self.wide) + (group + self.first) * self.columns
+        self.memory = cute.recast_ptr(memory, dtype=self.wide) + (group + self.first) * self.stride
         self.thread = thread
         self.quad_column = 2 * (thread % 4)
 
@@ -101,6 +102,8 @@ class AcrossBias:
 
 class DownBias:
     """An operand with one number for each row of the accumulators, in registers."""
+
+    stride = 0
 
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks

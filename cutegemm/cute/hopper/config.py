@@ -115,8 +115,8 @@ class HopperConfig(LaunchedConfig):
         return "fit" in self.options
 
     def widths(self) -> tuple[int, ...]:
-        """The columns that a tile may have, ascending: BN, and fitted also those in steps of `FITTED_STEP` below it that
-        are more than half of BN. Tiles of fewer columns take the narrowest.
+        """The columns that a tile may have, ascending: BN, and fitted those in steps of `FITTED_STEP` below it that are
+        more than half of BN. Tiles of fewer columns take the narrowest.
         """
         return tuple(sorted(range(self.bn, self.bn // 2 if self.fits else self.bn - 1, -FITTED_STEP)))
 

@@ -124,7 +124,7 @@ def gemm(
 
     Returns:
         D: `out`, or a new row-major tensor; with an epilogue of several results a tuple of them, and `out`, if given,
-        is a tuple too. K = 0 gives activation(beta * c + bias); an empty M, N or L an empty D.
+        is a tuple too. K = 0 gives activation(beta * c + bias) where alpha is finite; an empty M, N or L an empty D.
         On CUDA the work is enqueued on the current stream of a's device.
 
     Gradients of a, b, c and bias are recorded as torch's operators record theirs, to any order; their products run on

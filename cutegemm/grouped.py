@@ -87,8 +87,8 @@ def grouped_gemm(
             rows. An entry that is no row of a, such as -1, gives a row of zeros. 16-bit rows are copied into their
             order first, and a too, where there are 256 or more a group, a has no more, and b 8192 or more columns.
         places: (T,) int32, for groups of rows: row i of the product is stored as row places[i] of D. An entry that is
-            no row of D is not stored, and rows of D that no entry names are not written. Where an entry occurs twice,
-            one of the two is stored.
+            no row of D is not stored, and rows of D that no entry names are not written. Each row of D is to be named
+            once: of two rows with one place either may be stored, and gradients are as if both were.
         out_rows: rows of D with `places`; by default T, or those of `out`.
         bias: (N,), or (G, N): one a group, but where groups are columns. Any accepted dtype.
         epilogue: as of `gemm`, for example `ops.swiglu` with weights (G, K, 2 F) for D (T, F). With groups of columns
@@ -123,7 +123,7 @@ def grouped_gemm(
     graph; numbers of tokens may change without another compilation. torch.vmap is not supported.
 
     With the environment variable CUTEGEMM_DEBUG=1, offsets, counts, rows and places are looked at on the host, and an
-    error names the group or row that is wrong.
+    error names the group or row that is wrong, also a place that two rows have.
 
     The Hopper kernels (compute capability 9.0) take operands that TMA can load; groups of K take an M-major a and an
     N-major b, such as x.t() and dy of row-major x and dy. Where they cannot serve a call, backend="auto" computes it
@@ -240,8 +240,9 @@ def _checked(
     epilogue, operands = _epilogue(bias, epilogue, operands)
     if accumulate is not None:
         precision = scaled.precision_of(a, precision, accumulate)
-    if sizes.places is not None and sizes.out_rows is None and isinstance(out, torch.Tensor) and out.dim() == 2:
-        sizes = Sizes(sizes.offsets, sizes.counts, sizes.rows, sizes.places, out.shape[0])
+    first = out[0] if isinstance(out, (tuple, list)) and out else out
+    if sizes.places is not None and sizes.out_rows is None and isinstance(first, torch.Tensor) and first.dim() == 2:
+        sizes = Sizes(sizes.offsets, sizes.counts, sizes.rows, sizes.places, first.shape[0])
     return epilogue, operands, precision, sizes
 
 

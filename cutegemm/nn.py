@@ -335,6 +335,9 @@ def _stack_weights(module: torch.nn.Module, state: dict[str, Any], prefix: str, 
         shapes = tuple(state[gate].shape), tuple(state[up].shape)
         if shapes[0] != shapes[1]:  # which, stacked, could fit
             raise ValueError(f"state_dict: got {gate} of shape {shapes[0]} and {up} of shape {shapes[1]}, expected one")
+        kinds = [f"{each.dtype}, {each.layout} on {each.device}" for each in (state[gate], state[up])]
+        if kinds[0] != kinds[1]:
+            raise TypeError(f"state_dict: got {gate} of {kinds[0]} and {up} of {kinds[1]}, expected them alike")
         state[f"{prefix}gate_up_weight"] = torch.cat((state.pop(gate), state.pop(up)))
     if down in state:
         state[f"{prefix}down_weight"] = state.pop(down)

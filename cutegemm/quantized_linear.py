@@ -360,8 +360,16 @@ def check_quantized(dtype: Any, scaling: Any, accumulate: Any, precision: str | 
         raise ValueError(f"accumulate: got {accumulate!r} without dtype; pass dtype='fp8', or leave accumulate away")
 
 
-def quantized(weight: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, scale) of a weight (..., N, K) in a floating dtype."""
+def check_one(keys: list[str]) -> None:
+    """Raises ValueError where a state has several scales of one weight, of which one would be dropped."""
+    if len(keys) > 1:
+        raise ValueError(f"state_dict: got {' and '.join(keys)}, expected one of them")
+
+
+def quantized(weight: torch.Tensor, settings: Settings, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, scale) of a weight (..., N, K) in a floating dtype. Raises TypeError naming it if it is sparse."""
+    if weight.layout != torch.strided:
+        raise TypeError(f"{name}: got layout {weight.layout}, expected a dense (strided) tensor")
     weight, scaling = weight.detach(), settings.scaling[1]
     weight = weight.float() if weight.dtype == torch.float64 else weight
     block = (BLOCK if scaling == "blocks" else 1, BLOCK)
@@ -442,8 +450,9 @@ def _translate(module: Fp8Linear, state: dict[str, Any], prefix: str, *rest: Any
     """Makes the entries of an `Fp8Linear` of those that other layers have, and room for scales of another shape."""
 
     def taken(names: tuple[str, ...]) -> Any:
-        found = [state.pop(prefix + name) for name in names if prefix + name in state]
-        return found[0] if found else None
+        keys = [prefix + name for name in names if prefix + name in state]
+        check_one(keys)
+        return state.pop(keys[0]) if keys else None
 
     weight: Any = state.get(f"{prefix}weight")
     if weight is not None and not isinstance(weight, torch.Tensor):

@@ -27,7 +27,7 @@ from cutegemm.pytorch.grouped_autograd import PRODUCT
 from cutegemm.pytorch.mlp import check_activation
 from cutegemm.pytorch.program_operator import program_of
 from cutegemm.quantize import quantize
-from cutegemm.quantized_linear import Settings, check_pair, default_dtype, keeping, padded, quantized
+from cutegemm.quantized_linear import Settings, check_one, check_pair, default_dtype, keeping, padded, quantized
 from cutegemm.router import check_fit, choose, sized
 
 NAMES = ("gate_up_proj", "down_proj")
@@ -298,7 +298,9 @@ def _translate(module: Fp8MoE, state: dict[str, Any], prefix: str, *rest: Any) -
     """
     found: dict[str, _Loaded] = {}
     for name in NAMES:
-        scales = [state.pop(key) for end in SCALE_ENDINGS if (key := f"{prefix}{name}{end}") in state]
+        keys = [key for end in SCALE_ENDINGS if (key := f"{prefix}{name}{end}") in state]
+        check_one(keys)
+        scales = [state.pop(key) for key in keys]
         loaded = _loaded(module, name, state.get(f"{prefix}{name}"), scales)
         if loaded is not None:
             found[name] = loaded
@@ -336,7 +338,7 @@ def _loaded(module: Fp8MoE, name: str, weight: Any, scales: list[Any]) -> _Loade
         return _Loaded(padded(weight), forms)
     if weight.is_floating_point() and weight.dtype not in FORMATS:
         home = weight if own.is_meta else weight.to(own.device)
-        values, scale = quantized(home, module.settings)
+        values, scale = quantized(home, module.settings, name)
         return _Loaded(values, {module.settings.scaling[1]: scale})
     if weight.dtype != own.dtype:
         raise TypeError(f"{name}: got {weight.dtype} without its scales, which the module's {own.dtype} has")

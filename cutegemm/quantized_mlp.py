@@ -155,6 +155,10 @@ def _of_rows(scale: torch.Tensor, rows: int) -> torch.Tensor:
 
 def _check_alike(name: str, gate: torch.Tensor, up: torch.Tensor) -> None:
     """Raises ValueError for entries that, stacked, could fit, but do not belong together."""
-    if gate.shape != up.shape or gate.dtype != up.dtype:
-        one, other = (f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in (gate, up))
+    kinds = [(each.shape, each.dtype, each.layout, each.device) for each in (gate, up)]
+    if kinds[0] != kinds[1]:
+        one, other = (
+            f"{str(dtype).removeprefix('torch.')} {tuple(shape)}, {layout} on {device}"
+            for shape, dtype, layout, device in kinds
+        )
         raise ValueError(f"state_dict: got gate_proj.{name} ({one}) and up_proj.{name} ({other}), expected them alike")

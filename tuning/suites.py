@@ -23,7 +23,7 @@ from typing import NamedTuple
 Shape = tuple[int, int, int]
 """(M, N, K) in elements."""
 
-LARGEST = 2**31 - 1
+LARGEST = 2**31 - 1025
 MOST_START = 7
 """Elements of 16 bits up to the next multiple of 16 bytes."""
 

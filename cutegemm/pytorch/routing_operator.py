@@ -4,15 +4,36 @@ from __future__ import annotations
 
 import torch
 
+from cutegemm import backend as backends
+from cutegemm.problem.grouped_request import MOST_GROUPS
 from cutegemm.pytorch.registering import define
 from cutegemm.run import routing
 
 
+def _check(experts, weights, count, backend) -> None:
+    """Raises TypeError or ValueError naming the argument, what was given and what is accepted."""
+    if experts.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"experts: got dtype {experts.dtype}, accepted are torch.int32, torch.int64")
+    if weights.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(
+            f"weights: got dtype {weights.dtype}, accepted are torch.float32, torch.float16, torch.bfloat16"
+        )
+    if experts.dim() != 2 or weights.shape != experts.shape:
+        shapes = f"{tuple(experts.shape)} and {tuple(weights.shape)}"
+        raise ValueError(f"experts, weights: got shapes {shapes}, expected (tokens, top_k) of both")
+    if not 1 <= count <= MOST_GROUPS:
+        raise ValueError(f"count: got {count} experts, accepted are 1 to {MOST_GROUPS}")
+    backends.check_name(backend)
+
+
 def _compute(experts, weights, count, backend="auto") -> tuple[torch.Tensor, ...]:
+    _check(experts, weights, count, backend)
     return tuple(routing.route(experts, weights, count, backend))
 
 
 def _fake(experts, weights, count, backend="auto"):
+    _check(experts, weights, count, backend)
+
     def integers(extent):
         return experts.new_empty((extent,), dtype=torch.int32)
 

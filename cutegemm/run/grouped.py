@@ -161,6 +161,11 @@ def check_arrays(arrays: Arrays, extent: int, work: Work, limit: int) -> None:
             raise ValueError(
                 f"{which}: row {row} has {int(index[row])}, accepted are 0 to {limit - 1}, and -1 for none"
             )
+    if work.indexed == "d":
+        places, taken = arrays[1][:before].tolist(), dict[int, int]()
+        for row, place in enumerate(places):
+            if place >= 0 and taken.setdefault(place, row) != row:
+                raise ValueError(f"places: rows {taken[place]} and {row} both have {place}; each row of D has one")
 
 
 def _nothing(a: Any, b: Any, operands: Sequence[Any], outs: Any, arrays: Arrays) -> None:

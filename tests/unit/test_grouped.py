@@ -180,6 +180,17 @@ def test_the_rows_of_d_are_checked_after_an_equal_call():
         call(3.0)
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_the_rows_of_a_scattered_result_are_those_of_what_it_is_written_to(several):
+    a, b, places = torch.randn(4, 8), torch.randn(1, 8, 6), torch.tensor([5, 0, 3, 1]).int()
+    outs = tuple(torch.zeros(7, 6) for _ in range(1 + several))
+    program = (lambda acc: (acc, 2 * acc)) if several else (lambda acc: acc)
+    cutegemm.grouped_gemm(a, b, torch.tensor([4]).int(), places=places, epilogue=program, out=outs)
+    want = torch.zeros(7, 6).index_copy_(0, places.long(), a @ b[0])
+    for factor, out in enumerate(outs, 1):
+        torch.testing.assert_close(out, factor * want)
+
+
 def test_debugging_names_the_group_or_the_row(monkeypatch):
     monkeypatch.setenv("CUTEGEMM_DEBUG", "1")
     a, b = torch.randn(12, 9), torch.randn(4, 9, 6)
@@ -194,6 +205,11 @@ def test_debugging_names_the_group_or_the_row(monkeypatch):
         call([3, 3, 3, 13])
     with pytest.raises(ValueError, match="rows: row 1 has 12, accepted are 0 to 11, and -1 for none"):
         call([1, 1, 1, 2], rows=torch.tensor([-1, 12], dtype=torch.int32))
+    call(
+        [1, 1, 1, 3], places=torch.tensor([2, -1, 1, *[1] * 9], dtype=torch.int32)
+    )  # behind the last end they are free
+    with pytest.raises(ValueError, match="places: rows 0 and 2 both have 2; each row of D has one"):
+        call([1, 1, 1, 3], places=torch.tensor([2, -1, 2, *[1] * 9], dtype=torch.int32))
     with pytest.raises(ValueError, match="counts: group 1 has -1, accepted are 0 to 12"):
         cutegemm.grouped_gemm(a.expand(2, -1, -1), b[:2], counts=torch.tensor([3, -1], dtype=torch.int32))
     for off in ("0", ""):

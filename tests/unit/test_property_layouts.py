@@ -53,6 +53,18 @@ def test_a_result_that_is_accepted_has_an_address_for_each_element(out):
     assert len(every) == len(set(every))
 
 
+@pytest.mark.parametrize("strides", list(itertools.product(range(6), repeat=2)))
+def test_a_matrix_is_refused_where_two_elements_share_an_address_and_only_there(strides):
+    for shape in itertools.product(range(1, 6), repeat=2):
+        out = MEMORY.view(torch.float32).as_strided(shape, strides)
+        every = addresses(out)
+        if len(every) == len(set(every)):
+            overlap.check_self(out)
+        else:
+            with pytest.raises(ValueError, match=r"write one address several times$"):
+                overlap.check_self(out)
+
+
 @given(views())
 @QUICK
 def test_reach_is_the_span_of_the_addresses(tensor):

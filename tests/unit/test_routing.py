@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -56,6 +57,24 @@ def test_the_order_is_stable_and_strange_experts_weigh_nothing(dtype):
     ends, *others = routing.route(experts[:0], weights[:0], 4, "cute")
     assert ends.tolist() == [0] * 4
     assert [tuple(each.shape) for each in others] == [(0,), (0,), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"experts": torch.ones(3, 2)}, TypeError, "experts: got dtype torch.float32, accepted are torch.int32"),
+        ({"weights": torch.ones(3, 2).double()}, TypeError, "weights: got dtype torch.float64"),
+        ({"weights": torch.ones(2, 2)}, ValueError, "got shapes (3, 2) and (2, 2), expected (tokens, top_k) of both"),
+        ({"experts": torch.ones(3).int(), "weights": torch.ones(3)}, ValueError, "got shapes (3,) and (3,)"),
+        ({"count": 0}, ValueError, "count: got 0 experts, accepted are 1 to 1024"),
+        ({"count": 1025}, ValueError, "count: got 1025 experts"),
+        ({"backend": "zz"}, ValueError, "zz"),
+    ],
+)
+def test_the_operator_names_what_it_does_not_take(change, error, message):
+    given = {"experts": torch.ones(3, 2).int(), "weights": torch.ones(3, 2), "count": 4, **change}
+    with pytest.raises(error, match=re.escape(message)):
+        torch.ops.cutegemm.route(**given)
 
 
 def test_the_operator():

@@ -176,10 +176,12 @@ def test_few_rows_have_tiles_of_eight():
 @pytest.mark.parametrize(("dtype", "most"), [("bf16", 96), ("int8", 128)])
 @pytest.mark.parametrize("work", ["ragged_m", "gathered_m", "masked"])
 def test_groups_of_many_rows_have_no_wide_swapped_tiles(work, dtype, most):
+    """But those that divide a group evenly."""
     signature = Problem.of(64, 64, 64, dtype, batch=8, work=work).signature
     for rows, expected in ((256, True), (512, False), (1024, False)):
         named = hopper_candidates.shortlist(signature, H200, rows, 4096, 8192, 8)
-        swapped = [config.bn for config in (HopperConfig.parse(text) for text, _ in named) if config.swapped]
+        configs = [HopperConfig.parse(text) for text, _ in named]
+        swapped = [config.bn for config in configs if config.swapped and not config.fits]
         assert any(columns > most for columns in swapped) == expected
         assert any(columns > 64 for columns in swapped)
     dense = hopper_candidates.shortlist(SIGNATURE, H200, 1024, 4096, 8192, 1)
@@ -188,12 +190,15 @@ def test_groups_of_many_rows_have_no_wide_swapped_tiles(work, dtype, most):
 
 @pytest.mark.parametrize(("work", "streamed"), [("ragged_m", True), ("scattered_m", True), ("gathered_m", False)])
 def test_large_groups_are_streamed(work, streamed):
-    """Cooperative tiles of 128 x 224 and more are compared with stream-K alone, from 512 rows a group on."""
+    """Cooperative tiles of 128 x 224 and more are compared with stream-K alone, from 512 rows a group on. Up to 512 rows
+    there are also tiles that divide a group evenly.
+    """
     signature = Problem.of(64, 64, 64, "bf16", batch=8, work=work).signature
     for rows in (128, 256, 512, 1024):
         named = hopper_candidates.shortlist(signature, H200, rows, 4096, 8192, 8)
         configs = [HopperConfig.parse(text) for text, _ in named]
-        large = {c.stream_k for c in configs if not c.ping_pong and c.bm * c.bn >= 128 * 224}
+        assert any(c.fits for c in configs) == (streamed and rows <= 512)
+        large = {c.stream_k for c in configs if not (c.ping_pong or c.fits) and c.bm * c.bn >= 128 * 224}
         expected = {128: {False}, 256: {False, True}, 512: {True}, 1024: {True}} if streamed else {}
         assert large == expected.get(rows, {False})
         assert {text for text, _ in named} <= set(hopper_candidates.listed(signature))

@@ -190,7 +190,7 @@ def test_groups_of_many_rows_have_no_wide_swapped_tiles(work, dtype, most):
 
 @pytest.mark.parametrize(("work", "streamed"), [("ragged_m", True), ("scattered_m", True), ("gathered_m", False)])
 def test_large_groups_are_streamed(work, streamed):
-    """Cooperative tiles of 128 x 224 and more are compared with stream-K alone, from 512 rows a group on. Up to 512 rows
+    """From 512 rows a group on cooperative tiles of 128 x 224 and more are compared with stream-K alone. Up to 512 rows
     there are also tiles that divide a group evenly.
     """
     signature = Problem.of(64, 64, 64, "bf16", batch=8, work=work).signature

@@ -20,6 +20,7 @@ from tabulate import tabulate
 
 from cutegemm import backend
 from cutegemm.hardware.arch import Arch
+from cutegemm.problem.grouped_request import MOST_GROUPS
 from cutegemm.tuner import timing
 from tuning import bench_providers, cli, suites
 from tuning.bench_report import ratios_text, short_text
@@ -28,6 +29,9 @@ from tuning.grouped_ways import FORWARD, GATHERED, GRADIENTS, OURS, QUACK, SCALE
 Timer = Callable[[Mapping[str, Sequence[Callable[[], object]]], float, int], Mapping[str, timing.Timing]]
 Row = dict[str, Any]
 ROUNDS = 9
+SKEWS = ("uniform", "zipf", "even", "uneven", "one")
+"""How the rows of an entry may be divided (`suites.Experts`)."""
+DEFAULT_SKEWS = "uniform,zipf,even"
 
 
 def bench(
@@ -90,6 +94,23 @@ def summary(rows: Sequence[Row], kind: Kind = FORWARD) -> str:
     return "\n".join(lines)
 
 
+def named(products: str, skews: str) -> list[suites.Experts]:
+    """An entry for each product and each way to divide its rows. Raises ValueError naming the option."""
+    if wrong := [skew for skew in skews.split(",") if skew not in SKEWS]:
+        raise ValueError(f"--skew: got {wrong[0]!r}, accepted are {', '.join(SKEWS)}, comma-separated")
+    found = []
+    for text in products.split(","):
+        sizes = [int(each) if each.isdecimal() else 0 for each in text.split("x")]
+        if len(sizes) != 4 or not all(1 <= size <= suites.LARGEST for size in sizes) or sizes[0] > MOST_GROUPS:
+            raise ValueError(
+                f"--products: got {text!r}, expected groups x rows x N x K, such as 8x4096x4096x14336; at most "
+                f"{MOST_GROUPS} groups"
+            )
+        groups, rows, n, k = sizes
+        found += [suites.Experts("named", groups, rows, n, k, skew) for skew in skews.split(",")]
+    return found
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = cli.parser("grouped", (__doc__ or "").split("\n\n")[0])
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "e4m3"), help="e4m3: with scales of rows")
@@ -98,6 +119,13 @@ def _parser() -> argparse.ArgumentParser:
     other.add_argument("--gather", action="store_true", help="rows by an index, against rows gathered before")
     other.add_argument("--weight-gradients", action="store_true", help="groups of K, against one dense product")
     parser.add_argument("--rounds", type=cli.count, default=ROUNDS)
+    parser.add_argument(
+        "--products", help="in place of the suite: groups x rows x N x K, comma-separated, such as 8x4096x4096x14336"
+    )
+    parser.add_argument(
+        "--skew", help=f"how the rows of these are divided among groups, comma-separated: {', '.join(SKEWS)} (default "
+        f"{DEFAULT_SKEWS})"
+    )  # fmt: skip
     parser.add_argument("--only", help="entries whose text has this in it, such as 'Qwen3' or 'zipf'")
     parser.add_argument("--config", action="append", default=[], help="a configuration to time too; repeatable")
     parser.add_argument("--aims", action="store_true", help="only the entries whose microseconds have an aim")
@@ -114,7 +142,13 @@ def main(arguments: list[str] | None = None) -> int:
         if kind != FORWARD or options.majors != "tn":
             parser.error("--dtype: got e4m3 with --gather, --weight-gradients or --majors tt; it is timed without them")
         kind = SCALED
-    wanted = [entry for entry in suites.MOE if options.only is None or options.only in str(entry)]
+    try:
+        entries = suites.MOE if options.products is None else named(options.products, options.skew or DEFAULT_SKEWS)
+    except ValueError as why:
+        parser.error(str(why))
+    if options.skew is not None and options.products is None:
+        parser.error("--skew: got it without --products; the entries of the suite say how theirs are divided")
+    wanted = [entry for entry in entries if options.only is None or options.only in str(entry)]
     wanted = [entry for entry in wanted if entry.aim is not None or not options.aims]
     if not wanted:
         parser.error(f"--only: no entry {'with an aim ' if options.aims else ''}has {options.only!r} in it")

@@ -181,6 +181,9 @@ def test_gradients_of_weights_beside_a_dense_product(monkeypatch):
         (["--gather", "--weight-gradients"], "not allowed with"),
         (["--dtype", "e4m3", "--gather"], "it is timed without them"),
         (["--quack"], "needs quack-kernels, which is not installed"),
+        (["--skew", "zipf"], "--skew: got it without --products"),
+        (["--products", "8x8x8"], "--products: got '8x8x8'"),
+        (["--products", "8x8x8x8", "--aims"], "no entry with an aim"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message, monkeypatch, capsys):
@@ -209,6 +212,21 @@ def test_what_the_command_times(monkeypatch, capsys):
     assert grouped.main(["--aims", "--weight-gradients"]) == 1
     assert [model for model, _ in asked] == ["8 x 1024", "8 x 1024", "32 uneven", "128 uneven", "8 x 64", "64 x 16"]
     assert {kind for _, kind in asked} == {grouped_ways.GRADIENTS}
+
+
+def test_products_that_are_named_take_the_place_of_the_suite():
+    found = grouped.named("8x20x64x32,2x7x8x16", "zipf,one")
+    assert [(each[1:6], each.aim) for each in found] == [
+        ((8, 20, 64, 32, "zipf"), None), ((8, 20, 64, 32, "one"), None),
+        ((2, 7, 8, 16, "zipf"), None), ((2, 7, 8, 16, "one"), None),
+    ]  # fmt: skip
+    for products in ("8x20x64", "8x20x64x0", "1025x8x8x8", "8x20x64xk", ""):
+        with pytest.raises(ValueError, match=r"--products: got .*expected groups x rows x N x K"):
+            grouped.named(products, "zipf")
+    with pytest.raises(ValueError, match="--skew: got 'flat', accepted are uniform, zipf, even, uneven, one"):
+        grouped.named("8x8x8x8", "zipf,flat")
+    for draw in grouped.SKEWS:
+        assert sum(grouped_ways.sizes(grouped.named("8x24x8x8", draw)[0], 1)) == 24
 
 
 def test_configurations_that_are_named_are_timed_in_the_same_rounds():

@@ -18,7 +18,7 @@ from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.grouped_request import Sizes
 from cutegemm.pytorch import autograd, grouped_autograd, registering, sharded, sharding, sharding_programs
 from cutegemm.pytorch.autocast import cast_operands
-from cutegemm.pytorch.program_autograd import refuse_tangents
+from cutegemm.pytorch.program_autograd import check_save, refuse_tangents
 from cutegemm.pytorch.program_operator import divided, joined, program_of
 from cutegemm.run import grouped
 from cutegemm.run.how import How, carried
@@ -29,6 +29,7 @@ def _compute(
     precision=None, backend="auto", config=None, save="outputs", zeros=False,
 ):  # fmt: skip
     known, sizes = program_of(program), Sizes(offsets, counts, rows, places, out_rows)
+    check_save(save)
     given, out = joined(known, operands, numbers, integers), grouped.ZEROS if zeros else None
     results = grouped.compute(a, b, sizes, known, given, out, out_dtype, precision, backend, config)
     return registering.many(results)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from cutegemm.problem import program_request
+from cutegemm.problem import program_request, request
 from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.grouped_request import Sizes
 from cutegemm.problem.program.derive import Backward, Source
@@ -40,6 +40,16 @@ FORWARD_MODE = (
     "a tensor carries a forward-mode tangent (torch.func.jvp, jacfwd, dual tensors), and products with an epilogue "
     "program, products in groups, mixtures and gated MLPs compute none; use reverse mode, or torch's operators"
 )
+
+
+SAVES = ("outputs", "recompute")
+"""What `save` may be."""
+
+
+def check_save(save: Any) -> None:
+    """Raises ValueError for a `save` that `gemm` does not take."""
+    if save is not None and not request.is_one_of(save, SAVES):
+        raise ValueError(f"save: got {request.shown(save)}, accepted are None, {', '.join(map(repr, SAVES))}")
 
 
 class Settings(NamedTuple):

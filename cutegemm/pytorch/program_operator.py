@@ -68,7 +68,8 @@ def divided(operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
 
 
 def _compute(a, b, operands, numbers, integers, program, out_dtype=None, *options, tell=False) -> list[torch.Tensor]:
-    known, (how, _) = program_of(program), split(options)
+    known, (how, save) = program_of(program), split(options)
+    program_autograd.check_save(save)
     given = joined(known, operands, numbers, integers)
     results = registering.many(fused.compute(a, b, known, given, None, out_dtype, how))
     if tell:

@@ -27,6 +27,7 @@ from cutegemm.problem.program.known import meaning
 from cutegemm.pytorch import autograd, compiled, program_autograd, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_dispatched
+from cutegemm.pytorch.program_autograd import check_save
 from cutegemm.pytorch.program_operator import divided
 from cutegemm.pytorch.registering import check_arguments, few
 from cutegemm.run import call, fused, runner
@@ -36,8 +37,6 @@ OPTIONS = ("epilogue", "operands", "save")
 """What `gemm` takes for an epilogue program only."""
 SCALE_OPTIONS = ("scale_a", "scale_b", "scaling", "accumulate")
 """What `gemm` takes for operands of fp8 and int8 only."""
-SAVES = ("outputs", "recompute")
-"""What `save` may be."""
 
 _recorded = Memo(4096)
 """Call description and `save` -> program, of calls that recorded gradients."""
@@ -65,12 +64,6 @@ def refuse_terms(c: Any, alpha: Any, beta: Any, bias: Any, activation: Any) -> N
             "epilogue: got one together with c, alpha, beta, bias or activation; write these in the function, and "
             "pass tensors as operands"
         )
-
-
-def check_save(save: Any) -> None:
-    """Raises ValueError for a `save` that `gemm` does not take."""
-    if save is not None and not request.is_one_of(save, SAVES):
-        raise ValueError(f"save: got {request.shown(save)}, accepted are None, {', '.join(map(repr, SAVES))}")
 
 
 def refuse_alone(options: dict[str, Any]) -> None:

@@ -429,3 +429,13 @@ def test_prepare_explain_and_tune(seed, capsys):
         cutegemm.explain(a, b, bias=x, **options)
     with pytest.raises(ValueError, match="save: got 'acc', accepted are None, 'outputs', 'recompute'"):
         cutegemm.gemm(a, b, save="acc", **options)
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_the_operators_name_a_save_that_they_do_not_take(records):
+    a, b, text = torch.randn(4, 8, requires_grad=records), torch.randn(8, 6), "def epilogue(acc): return acc"
+    ends = torch.tensor([4], dtype=torch.int32)
+    with pytest.raises(ValueError, match="save: got 'acc', accepted are"):
+        torch.ops.cutegemm.gemm_program(a, b, [], [], [], text, save="acc")
+    with pytest.raises(ValueError, match="save: got 'acc', accepted are"):
+        torch.ops.cutegemm.grouped_gemm(a, b[None], ends, None, None, None, None, [], [], [], text, save="acc")

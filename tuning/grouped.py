@@ -20,8 +20,10 @@ from tabulate import tabulate
 
 from cutegemm import backend
 from cutegemm.hardware.arch import Arch
+from cutegemm.problem import MAX_EXTENT
 from cutegemm.problem.grouped_request import MOST_GROUPS
 from cutegemm.tuner import timing
+from cutegemm.tuner.grouped_bench import DRAWS
 from tuning import bench_providers, cli, suites
 from tuning.bench_report import ratios_text, short_text
 from tuning.grouped_ways import FORWARD, GATHERED, GRADIENTS, OURS, QUACK, SCALED, Draw, Kind, Ways
@@ -31,7 +33,8 @@ Row = dict[str, Any]
 ROUNDS = 9
 SKEWS = ("uniform", "zipf", "even", "uneven", "one")
 """How the rows of an entry may be divided (`suites.Experts`)."""
-DEFAULT_SKEWS = "uniform,zipf,even"
+DEFAULT_SKEWS = ",".join(DRAWS)
+"""Of products that are named: those of which the tuner takes the mean."""
 
 
 def bench(
@@ -101,7 +104,7 @@ def named(products: str, skews: str) -> list[suites.Experts]:
     found = []
     for text in products.split(","):
         sizes = [int(each) if each.isdecimal() else 0 for each in text.split("x")]
-        if len(sizes) != 4 or not all(1 <= size <= suites.LARGEST for size in sizes) or sizes[0] > MOST_GROUPS:
+        if len(sizes) != 4 or not all(1 <= size <= MAX_EXTENT for size in sizes) or sizes[0] > MOST_GROUPS:
             raise ValueError(
                 f"--products: got {text!r}, expected groups x rows x N x K, such as 8x4096x4096x14336; at most "
                 f"{MOST_GROUPS} groups"

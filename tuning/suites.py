@@ -20,10 +20,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+from cutegemm.problem import MAX_EXTENT
+
 Shape = tuple[int, int, int]
 """(M, N, K) in elements."""
 
-LARGEST = 2**31 - 1025
 MOST_START = 7
 """Elements of 16 bits up to the next multiple of 16 bytes."""
 
@@ -150,9 +151,9 @@ def parse(text: str) -> list[Shape]:
     shapes = []
     for part in text.split(","):
         sizes = [int(size) if size.strip().isdecimal() else 0 for size in part.split("x")]
-        if len(sizes) not in (1, 3) or not all(1 <= size <= LARGEST for size in sizes):
+        if len(sizes) not in (1, 3) or not all(1 <= size <= MAX_EXTENT for size in sizes):
             raise ValueError(
-                f"shapes: got {part!r}, expected MxNxK or one number for a square product, sizes from 1 to {LARGEST}"
+                f"shapes: got {part!r}, expected MxNxK or one number for a square product, sizes from 1 to {MAX_EXTENT}"
             )
         m, n, k = sizes * 3 if len(sizes) == 1 else sizes
         shapes.append((m, n, k))
@@ -184,7 +185,7 @@ def read(path: str | Path) -> list[Shape]:
 def squares(text: str) -> list[Shape]:
     """Square shapes of `64..8192`: powers of two from the first size to the last. Raises ValueError."""
     first, dots, last = text.partition("..")
-    if not dots or not first.isdecimal() or not last.isdecimal() or not 1 <= int(first) <= int(last) <= LARGEST:
+    if not dots or not first.isdecimal() or not last.isdecimal() or not 1 <= int(first) <= int(last) <= MAX_EXTENT:
         raise ValueError(f"square: got {text!r}, expected FIRST..LAST, for example 64..8192")
     sizes, size = [], int(first)
     while size <= int(last):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cutegemm.problem import Problem
 from tuning import suites
 
-SIZES = st.integers(1, suites.LARGEST)
+SIZES = st.integers(1, suites.MAX_EXTENT)
 
 
 @given(st.lists(st.tuples(SIZES, SIZES, SIZES), min_size=1))

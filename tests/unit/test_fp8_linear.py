@@ -441,18 +441,6 @@ def test_a_refused_state_leaves_the_scale_of_inputs_as_it_is():
     assert layer.input_scale == 0.5
 
 
-def test_a_state_with_two_scales_or_a_sparse_weight_is_refused():
-    layer = Fp8Linear(16, 8, bias=False)
-    before = {name: value.clone() for name, value in layer.state_dict().items()}
-    state = {**layer.state_dict(), "weight_scale_inv": torch.full((1, 1), 99.0)}
-    with pytest.raises(ValueError, match="state_dict: got weight_scale and weight_scale_inv, expected one of them"):
-        layer.load_state_dict(state)
-    with pytest.raises(TypeError, match=r"weight: got layout torch\.sparse_coo, expected a dense"):
-        layer.load_state_dict({"weight": torch.randn(8, 16).to_sparse()})
-    for name, value in layer.state_dict().items():
-        assert torch.equal(value.view(torch.uint8), before[name].view(torch.uint8))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, E4M3, torch.int8])
 def test_a_bias_that_no_product_takes_is_refused_when_the_layer_is_made(dtype):
     layer = Fp8Linear(160, 24)

@@ -205,11 +205,10 @@ def test_debugging_names_the_group_or_the_row(monkeypatch):
         call([3, 3, 3, 13])
     with pytest.raises(ValueError, match="rows: row 1 has 12, accepted are 0 to 11, and -1 for none"):
         call([1, 1, 1, 2], rows=torch.tensor([-1, 12], dtype=torch.int32))
-    call(
-        [1, 1, 1, 3], places=torch.tensor([2, -1, 1, *[1] * 9], dtype=torch.int32)
-    )  # behind the last end they are free
+    free = [1] * 9  # places behind the last end
+    call([1, 1, 1, 3], places=torch.tensor([2, -1, 1, *free], dtype=torch.int32))
     with pytest.raises(ValueError, match="places: rows 0 and 2 both have 2; each row of D has one"):
-        call([1, 1, 1, 3], places=torch.tensor([2, -1, 2, *[1] * 9], dtype=torch.int32))
+        call([1, 1, 1, 3], places=torch.tensor([2, -1, 2, *free], dtype=torch.int32))
     with pytest.raises(ValueError, match="counts: group 1 has -1, accepted are 0 to 12"):
         cutegemm.grouped_gemm(a.expand(2, -1, -1), b[:2], counts=torch.tensor([3, -1], dtype=torch.int32))
     for off in ("0", ""):

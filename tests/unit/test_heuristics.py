@@ -218,37 +218,6 @@ def test_stream_k_fills_the_last_round():
     assert balanced.seconds(*even) == whole.seconds(*even)
 
 
-def test_large_groups_take_stream_k_in_tall_bands():
-    """docs/grouped.md#tall-bands-of-tiles"""
-    problem = Problem.of(8192, 4096, 14336, "bf16", batch=8, work="ragged_m")
-    assert str(config(problem)) == "sm90/128x256x64/coop2/c1x2/s4/serp16/zig/streamk/pdl"
-
-
-@pytest.mark.parametrize(
-    ("rows", "groups", "n", "k", "work", "tile"),
-    [
-        (2048, 8, 4096, 14336, "ragged_m", "256x176x64/coop2/c2x1"),
-        (2048, 8, 4096, 14336, "scattered_m", "256x160x64/coop2/c2x1"),
-        (4096, 8, 4096, 14336, "ragged_m", "256x160x64/coop2/c1x2"),
-        (1024, 16, 21504, 6144, "ragged_m", "256x96x64/coop2/c2x1"),
-    ],
-)
-def test_groups_of_some_hundred_rows_take_tiles_that_fit_them(rows, groups, n, k, work, tile):
-    """docs/grouped.md#tiles-that-fit-a-group"""
-    found = config(Problem.of(rows, n, k, "bf16", batch=groups, work=work))
-    assert str(found).startswith(f"sm90/{tile}/s4/serp8/swap/zig/")
-    assert found.fits
-
-
-def test_a_fitted_tile_counts_less_beyond_a_groups_rows():
-    problem = Problem.of(2048, 4096, 14336, "bf16", batch=8, work="ragged_m")
-    plain, fitted = (
-        model(f"sm90/256x176x64/coop2/c2x1/s4/serp8/swap/zig{option}/pdl", problem=problem) for option in ("", "/fit")
-    )
-    sizes = 256, 28672, 4096, 8
-    assert fitted.terms(*sizes).rounds < 0.85 * plain.terms(*sizes).rounds
-
-
 def test_clusters_along_k_shorten_the_sum_and_keep_its_parts_on_chip():
     whole, split, paired = (
         model(f"sm90/128x128x64/coop2/{rest}") for rest in ("c1x1/s5/row", "c1x1/s5/row/k4", "c1x1x4/s5/row")

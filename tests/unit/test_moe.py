@@ -16,7 +16,6 @@ import torch._dynamo.testing
 from torch.nn import functional
 
 from cutegemm import moe as function
-from cutegemm.moe import added_up
 from cutegemm.nn import MoE, TopKRouter, replace_linears, replace_mlps, replace_moe
 from tests.mixtures import ACTIVATIONS, agree, drawn, exact, leaves
 
@@ -39,23 +38,6 @@ def test_values_and_gradients(activation, tokens, top_k, seed):
         *(torch.autograd.grad(d, leaves(given), upstream.to(d.dtype)) for d in (got, want)), strict=True
     ):
         agree(mine, theirs, 1e-5)
-
-
-@pytest.mark.parametrize("top_k", [1, 2, 3, 8, 17])
-def test_rows_of_a_token_are_added_in_fp32_and_rounded_once(top_k, seed):
-    """Of integers, whose sums bf16 does not hold. torch.compile adds up to sixteen rows one by one."""
-    generator = torch.Generator().manual_seed(seed)
-    slots = torch.randint(-255, 256, (5 * top_k, 7), generator=generator).bfloat16()
-    want = slots.view(5, top_k, 7).double().sum(1).bfloat16()
-    graphs: list[str] = []
-
-    def backend(graph, _):
-        graphs.append(graph.code)
-        return graph
-
-    assert torch.equal(added_up(slots, top_k), want)
-    assert torch.equal(torch.compile(added_up, fullgraph=True, backend=backend)(slots, top_k), want)
-    assert any(".sum(" in code for code in graphs) == (top_k == 17)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

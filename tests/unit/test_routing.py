@@ -1,4 +1,4 @@
-"""Sorting by expert: which kernel serves how many slots, and torch's steps, which are the reference."""
+"""Slots of a mixture: which kernel sorts how many, torch's steps, which are the reference, and the sums of slots."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cutegemm.cute.routing import config
 from cutegemm.cute.routing.config import Tile
 from cutegemm.hardware import arch as arch_table
+from cutegemm.moe import added_up
 from cutegemm.run import routing
 
 
@@ -83,3 +84,20 @@ def test_the_operator():
     torch.library.opcheck(operator.default, (experts, weights, 5))
     for found, want in zip(operator(experts, weights, 5), routing.by_torch(experts, weights, 5), strict=True):
         assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3, 8, 17])
+def test_rows_of_a_token_are_added_in_fp32_and_rounded_once(top_k, seed):
+    """Of integers, whose sums bf16 does not hold. torch.compile adds up to sixteen rows one by one."""
+    generator = torch.Generator().manual_seed(seed)
+    slots = torch.randint(-255, 256, (5 * top_k, 7), generator=generator).bfloat16()
+    want = slots.view(5, top_k, 7).double().sum(1).bfloat16()
+    graphs: list[str] = []
+
+    def backend(graph, _):
+        graphs.append(graph.code)
+        return graph
+
+    assert torch.equal(added_up(slots, top_k), want)
+    assert torch.equal(torch.compile(added_up, fullgraph=True, backend=backend)(slots, top_k), want)
+    assert any(".sum(" in code for code in graphs) == (top_k == 17)

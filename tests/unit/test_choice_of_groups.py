@@ -1,0 +1,49 @@
+"""What the heuristic chooses for products in groups, and what the cost model counts of their tiles."""
+
+from __future__ import annotations
+
+import pytest
+
+from cutegemm.choice import heuristics
+from cutegemm.hardware import arch
+from cutegemm.problem import Problem
+
+pytestmark = pytest.mark.usefixtures("no_winners")
+H200 = arch.get("H200")
+
+
+def config(problem):
+    found = heuristics.choose(problem, H200)
+    assert found is not None
+    return found[1]
+
+
+def test_large_groups_take_stream_k_in_tall_bands():
+    """docs/grouped.md#tall-bands-of-tiles"""
+    problem = Problem.of(8192, 4096, 14336, "bf16", batch=8, work="ragged_m")
+    assert str(config(problem)) == "sm90/128x256x64/coop2/c1x2/s4/serp16/zig/streamk/pdl"
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "n", "k", "work", "tile"),
+    [
+        (2048, 8, 4096, 14336, "ragged_m", "256x176x64/coop2/c2x1"),
+        (2048, 8, 4096, 14336, "scattered_m", "256x160x64/coop2/c2x1"),
+        (4096, 8, 4096, 14336, "ragged_m", "256x160x64/coop2/c1x2"),
+        (1024, 16, 21504, 6144, "ragged_m", "256x96x64/coop2/c2x1"),
+    ],
+)
+def test_groups_of_some_hundred_rows_take_tiles_that_fit_them(rows, groups, n, k, work, tile):
+    """docs/grouped.md#tiles-that-fit-a-group"""
+    found = config(Problem.of(rows, n, k, "bf16", batch=groups, work=work))
+    assert str(found).startswith(f"sm90/{tile}/s4/serp8/swap/zig/")
+    assert found.fits
+
+
+def test_a_fitted_tile_counts_less_beyond_a_groups_rows():
+    problem = Problem.of(2048, 28672, 4096, "bf16", batch=8, work="ragged_m")
+    plain, fitted = (
+        heuristics.terms(problem, f"sm90/256x176x64/coop2/c2x1/s4/serp8/swap/zig{option}/pdl", "cute", H200)
+        for option in ("", "/fit")
+    )
+    assert fitted.rounds < 0.85 * plain.rounds

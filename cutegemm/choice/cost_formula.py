@@ -57,9 +57,9 @@ def fourth_mean(one: float, other: float) -> float:
 def tiles_along(extent: int, tile: int, more: float) -> float:
     """Tiles along rows or columns.
 
-    A large group whose size lies on the device counts `more` than its share fills, half a tile or the tenth of a fitted
-    one; other extents have 0. A tile larger than the share holds some groups whole and others not, depending on how
-    unequal they are: half of the excess over one tile counts.
+    more: tiles that a large group counts beyond those that its share of the rows fills, because its size is known on
+    the device alone; 0 for extents that are known on the host. A tile larger than the share holds some groups whole and
+    others not, depending on how unequal they are: half of the excess over one tile counts.
     """
     if more and extent >= LARGE_GROUP:
         found = extent / tile + more

@@ -7,8 +7,8 @@ masked           as ragged M, but each product has rows of its own, of which the
 The numbers of works run group by group, and within a group in the configuration's tile order: what a CTA computes next
 to its neighbours in time belongs to the same weights, which the L2 cache then serves. `groups` finds a work's group.
 
-With option `fit` the tiles of a group have equally many columns but the last, which may have fewer, instead of as many
-as fit. So none is nearly empty and yet loads all of the group's weights.
+With option `fit` all tiles of a group have equally many columns, and the last one may have fewer. Without it all but
+the last are full; the last may be nearly empty, and loads all of the group's weights all the same.
 
 With stream-K each warp, once it has counted the tiles, cuts those that are left over behind whole waves (`work.Tail`):
 all of them have the same K, unless it is K that the groups divide.

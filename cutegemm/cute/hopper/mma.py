@@ -117,7 +117,7 @@ class Products:
     def narrowed(self, columns: int) -> Products:
         """The products of the first so many columns of a tile, with accumulators of their own.
 
-        A WGMMA's n is no part of what it knows of shared memory, so that operands are described as before.
+        The operands' descriptors are those of the whole tile: they do not depend on the n of a WGMMA.
         """
         found = copy.copy(self)
         found.columns = columns

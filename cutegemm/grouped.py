@@ -92,8 +92,9 @@ def grouped_gemm(
         out_rows: rows of D with `places`; by default T, or those of `out`.
         bias: (N,), or (G, N): one a group, but where groups are columns. Any accepted dtype.
         epilogue: as of `gemm`, for example `ops.swiglu` with weights (G, K, 2 F) for D (T, F). With groups of columns
-            columns of the product are not combined, with groups of K there is no gate and up, and results are not
-            reduced. `ops.matrix` is the group, row and column are those of the product.
+            columns of the product are not combined, and with groups of K there is no gate and up. Rows of D are reduced
+            where groups divide or count rows (`ops.row_sum`), columns where they divide columns, both with groups of K.
+            `ops.matrix` is the group, row and column are those of the product.
         operands: as of `gemm`. For groups of rows a tensor of (T, N), (G, 1, N), or what broadcasts to one of them;
             for groups of columns (M, T) or (G, M, 1). With `rows` and `places` rows count as those of the product.
         out: D is written here; with several results a tuple.

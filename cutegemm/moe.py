@@ -8,9 +8,9 @@ With e the experts' numbers sorted, row i of the sorted order being slot places[
 The weighting stands in the epilogue where H is made: a row's weight passes through the second product, H is what dW
 needs, and the derivative with respect to r needs no product of its own. Backward, with dY[i] = dO[rows[i]]:
 
-    dH = dY W_e is never stored: the epilogue makes [dgate, dup], next to each other in one buffer, and dH * H / r,
-    whose sums over rows are dr. Then dX = [dgate, dup] [G; U], scattered to slots and added up like Y, and the groups
-    of K d[G; U] = [dgate, dup]^T X[rows] and dW = dY^T H.
+    dH = dY W_e is never stored: the epilogue makes [dgate, dup], next to each other in one buffer, and the sums of
+    dH * H / r over rows, which are dr. Then dX = [dgate, dup] [G; U], scattered to slots and added up like Y, and the
+    groups of K d[G; U] = [dgate, dup]^T X[rows] and dW = dY^T H.
 
 Nothing waits for a size, and nothing is added up in an order that may change.
 """
@@ -295,7 +295,8 @@ def programs_of(
     """The texts of two programs, and what the second takes.
 
     The first makes H. Where gradients of the accumulators, or of the weights, are wanted it also gives gate and up, in
-    `dtype`. The second makes them of the accumulators of dH: dgate and dup, and those of the weights elementwise.
+    `dtype`. The second makes them of the accumulators of dH: dgate and dup, and those of the weights, one a row; where
+    the latter are wanted alone, elementwise, since a first result is no reduction.
     """
     return _texts(activation, weight, dtype, wants)
 
@@ -323,7 +324,10 @@ def _texts(
         each._replace(dtype=name) if source in ACC else each
         for source, each in zip(derived.reads, derived.program.inputs, strict=True)
     )
-    return forward.text, Program(stored, derived.program.nodes, derived.program.outputs).text, derived.reads
+    *outputs, last = derived.program.outputs
+    if all(wants):
+        last = last._replace(dtype="fp32", reduce="row_sum")
+    return forward.text, Program(stored, derived.program.nodes, (*outputs, last)).text, derived.reads
 
 
 class Mixture(torch.autograd.Function):
@@ -376,10 +380,13 @@ def _of_hidden(
     both = gate.new_empty((count, 2 * hidden)) if wants[0] else None
     outs = [] if both is None else [both[:, :hidden], both[:, hidden:]]
     if wants[1]:
-        outs.append(torch.empty_like(gate))
+        outs.append(gate.new_empty((count, 1), dtype=torch.float32) if wants[0] else torch.empty_like(gate))
     values = {ACC[0]: gate, ACC[1]: up, WEIGHT: weight}
     settings.product(dy, down, ends, text=text, operands=[values[each] for each in reads], out=tuple(outs))
-    return both, outs[-1].sum(1, dtype=torch.float32).to(weight.dtype) if wants[1] else None
+    if not wants[1]:
+        return both, None
+    sums = outs[-1] if wants[0] else outs[-1].sum(1, keepdim=True, dtype=torch.float32)
+    return both, sums.to(weight.dtype)
 
 
 def check(

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 Arrays = tuple[torch.Tensor, ...]
 """The groups' ends, or the counts; then the index of rows, where there is one."""
-Core = Callable[[Any, Any, Sequence[Any], tuple[torch.Tensor, ...], Arrays], None]
-"""core(a, b, operands, outs, arrays): computes into outs."""
+Core = Callable[[Any, Any, Sequence[Any], tuple[torch.Tensor, ...], Arrays, bool], None]
+"""core(a, b, operands, outs, arrays, kept): computes into outs. kept: what belongs to no group must stay as it is."""
 
 
 MOST = 1023
@@ -41,13 +41,14 @@ def core(asked: ProgramRequest) -> Core:
     work, dtypes = problem.work, [str(output.dtype) for output in program.outputs]
     plain = problem.epilogue == Epilogue() and problem.dtype == problem.out_dtype == "bf16" and work != MASKED
 
-    def run(a: Any, b: Any, operands: Sequence[Any], outs: tuple[torch.Tensor, ...], arrays: Arrays) -> None:
+    def run(
+        a: Any, b: Any, operands: Sequence[Any], outs: tuple[torch.Tensor, ...], arrays: Arrays, kept: bool
+    ) -> None:  # fmt: skip
         check_tf32(a)
         a, b, (sizes, *index) = a.detach(), b.detach(), arrays
         if work == GATHERED:
             a = gathered(a, index[0])
         own = RAGGED_M if work in ROWS else work
-        written = written_places(own, sizes, problem.m, problem.columns)
         values: Sequence[torch.Tensor]
         of_torch = plain and a.is_cuda and hasattr(torch, "_grouped_mm") and len(sizes) <= MOST
         if of_torch and _aligned(a) and _aligned(b):
@@ -63,13 +64,19 @@ def core(asked: ProgramRequest) -> Core:
                 found = evaluate(whole, acc.float(), given, dtype=torch.float32)
                 values = [rounding.rounded(*each) for each in zip(found, dtypes, strict=True)]
         for out, value in zip(outs, values, strict=True):
-            if work == SCATTERED:
-                assert written is not None
-                scatter(out, value, index[0], written[:, 0])
-            else:
-                out.copy_(value if written is None else torch.where(written, value, out))
+            written_alone(work, arrays, out, value)
 
     return run
+
+
+def written_alone(work: str, arrays: Arrays, out: torch.Tensor, value: torch.Tensor) -> None:
+    """Writes what belongs to a group of a result, `value` in the order of the product's rows, and nothing else."""
+    written = written_places(RAGGED_M if work in ROWS else work, arrays[0], *value.shape[-2:])
+    if work == SCATTERED:
+        assert written is not None
+        scatter(out, value, arrays[1], written[:, 0])
+    else:
+        out.copy_(value if written is None else torch.where(written, value, out))
 
 
 def _aligned(x: torch.Tensor) -> bool:

@@ -38,10 +38,17 @@ from tests.options import whole
 BLOCKS = ((64, "coop1"), (64, "pp"), (128, "coop2"), (128, "coop1"), (128, "pp"), (192, "coop3"), (256, "coop2"))
 WIDTHS = (16, 32, 48, 64, 96, 128, 144, 192, 256)
 CLUSTERS = ((1, 1), (1, 1), (2, 1), (1, 2), (2, 2))
+OLDER = (
+    "sm80/128x128x32/w64x64/s3/g8", "sm80/64x64x64/w32x32/s4/g4", "sm80/32x64x32/w16x32/s3/g1",
+    "sm80/128x64x128/w64x32/s3/g8", "sm80/64x32x128/w32x16/s4/g8", "sm80/16x32x64/w16x16/s2/g8",
+    "simt/64x64x16/w32x64/s2/g8/r6", "simt/128x128x8/w64x64/s3/g8", "simt/32x32x64/w32x32/s3/g8/x8",
+)  # fmt: skip
+"""Of the families that older GPUs have too."""
 TRIES = 40
 ELEMENTS = 2**26
 """Of all matrices of an operand or of D together, at most; references in float64 take 8 bytes for each."""
 GOOD = {"right", "by torch", "refused"}
+WIDE = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"))
 BYTES = (("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3"), ("int8", "int8"), ("int8", "int8"))
 
 
@@ -58,8 +65,8 @@ def draw(number: int, device: str) -> GroupCase:
     n, k = (r.randint(1, wide // 8) * step for _ in range(2))
     m = max(*sizes, r.randint(1, wide // 8) * step) if work == MASKED else r.randint(1, wide // 8) * step
     tail = r.choice((0, 8)) + (-sum(sizes) % step if work != MASKED else 0)
-    majors = r.choice(("tn", "tn", "tt", "nn", "nt")) if work != RAGGED_K else r.choice(("nt", "nt", "nt", "tn"))
-    dtypes = r.choice((("bf16", "bf16"), ("fp16", "fp16")) if work == RAGGED_K or r.random() < 0.4 else BYTES)
+    majors = r.choice(("tn", "tn", "tt", "nn", "nt")) if work != RAGGED_K else r.choice(("nt", "nt", "tn", "tt"))
+    dtypes = r.choice(WIDE if work == RAGGED_K or r.random() < 0.5 else BYTES)
     recipes = _recipes(work, r) if dtypes in BYTES else (None, None)
     case = GroupCase.random(
         work, sizes, m, n - n % 2 or 2, k, dtypes[0], b_dtype=dtypes[1], recipes=recipes, seed=number, tail=tail,
@@ -69,6 +76,8 @@ def draw(number: int, device: str) -> GroupCase:
     blocks = any(each and each.startswith("blocks") for each in recipes)
     if r.random() < 0.3 and not exact:
         case.options["out_dtype"] = torch.float32
+    if dtypes[0] == "fp32" and r.random() < 0.5:
+        case.options["precision"] = "tf32"
     if dtypes[0] in ("e4m3", "e5m2") and not blocks and r.random() < 0.3:
         case.options["accumulate"] = "fast"
     if not exact:
@@ -103,7 +112,7 @@ def _epilogue(case: GroupCase, r: random.Random, may_gate: bool) -> None:
         return torch.randn(shape, generator=generator, device=case.a.device).to(dtype)
 
     first: Any = ops.swiglu if gates else (lambda acc: acc)
-    kind = r.randrange(4)
+    kind = r.randrange(5)
     one = (e.groups, rows, 1) if case.work == RAGGED_N else (e.groups, 1, columns)
     like = (rows, columns) if case.work in (*ROWS, RAGGED_N) else (e.groups, rows, columns)
     if kind == 1:
@@ -113,6 +122,12 @@ def _epilogue(case: GroupCase, r: random.Random, may_gate: bool) -> None:
         case.operands = (drawn(*like), drawn(rows, 1))
     elif kind == 3:
         case.epilogue, case.operands = lambda acc, x: (first(acc), first(acc) * x), (drawn(columns),)
+    elif kind == 4:
+        down = case.work == RAGGED_N or (case.work == RAGGED_K and r.random() < 0.5)
+        add, most = (ops.column_sum, ops.column_max_abs) if down else (ops.row_sum, ops.row_max_abs)
+        case.epilogue, case.operands = lambda acc, x: (first(acc), add(first(acc)), most(acc * x)), (drawn(*one),)
+        if gates:
+            case.epilogue = lambda acc, x: (first(acc), add(first(acc)), most(first(acc) * x))
     elif gates:
         case.epilogue = ops.swiglu
 
@@ -121,12 +136,17 @@ def configuration(case: GroupCase, number: int, arch: Arch) -> str | None:
     """A configuration that can serve the call; None where 40 tries found none: then torch serves it."""
     r = random.Random(number + 1)
     program, operands, out_dtype = case.described()
-    precision = "fast" if case.options.get("accumulate") else None
+    precision = "fast" if case.options.get("accumulate") else case.options.get("precision")
     asked = grouped_request.describe(
         case.a, case.b, grouped_request.Sizes(**case.given), program, operands, None, out_dtype, precision
     )
     cute = backends.get("cute")
     for _ in range(TRIES):
+        if r.random() < 0.3:
+            config = r.choice(OLDER)
+            if cute.check(cute.parse(config), asked.problem, arch) is None:
+                return config
+            continue
         bm, schedule = r.choice(BLOCKS)
         options = [name for name in ("zig", "pdl") if r.random() < 0.3]
         options += ["swap"] if r.random() < 0.4 else []

@@ -180,10 +180,14 @@ class GroupCase:
         """Computes into results full of 77 and checks every element: those of groups, and that no other changed."""
         (program, operands, dtype), sizes = self.described(), self.extents
         columns = grouped_request.check_program(program, sizes)
-        dtypes = [dtype] * len(program.outputs)
-        shape = sizes.shape(columns)
         given = options.pop("out", None)
-        outs = given or tuple(torch.empty(shape, dtype=dtype, device=self.a.device) for dtype in dtypes)
+        outs = given or tuple(
+            torch.empty(
+                sizes.result_shape(output, columns), dtype=torch.float32 if output.reduce else dtype,
+                device=self.a.device,
+            )
+            for output in program.outputs
+        )  # fmt: skip
         for out in outs:
             out.fill_(77)
         got = self.call(out=outs if len(outs) > 1 else outs[0], **options)
@@ -193,9 +197,12 @@ class GroupCase:
         work, a = (RAGGED_M if self.work in ROWS else self.work), self.a
         if self.work == GATHERED:
             a = gathered(a, self.index)
-        want, known = grouped_reference.expected(work, a, self.b, self.sizes, program, operands, precision)
-        for number, (out, one) in enumerate(zip(got, want, strict=True)):
+        want, places = grouped_reference.expected(work, a, self.b, self.sizes, program, operands, precision)
+        for number, (out, one, output) in enumerate(zip(got, want, program.outputs, strict=True)):
             assert out is outs[number]
+            known = places
+            if output.reduce is not None:
+                known = places.any(-1 if output.reduce.startswith("row") else -2, keepdim=True)
             if self.work == SCATTERED:
                 out, known = self.taken_back(out, known)
             assert bool((out == torch.full_like(out, 77))[~known].all()), (
@@ -214,7 +221,7 @@ class GroupCase:
     def taken_back(self, out: torch.Tensor, known: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(the rows that were scattered, in their order; which were written), having checked that no other changed."""
         assert self.index is not None
-        named = (self.index < len(out)) & known.any(1)
+        named = (self.index >= 0) & (self.index < len(out)) & known.any(1)
         others = torch.ones(len(out), dtype=torch.bool, device=out.device)
         others[self.index[named].long()] = False
         assert bool((out[others] == 77).all()), "a row that no index names was written"

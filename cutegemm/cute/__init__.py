@@ -59,6 +59,7 @@ _SHARED_SOURCES = (
     "entry.py",
     "epilogue.py",
     "graph_memory.py",
+    "groups.py",
     "launch_config.py",
     "lowering.py",
     "reduction.py",
@@ -188,6 +189,7 @@ FAMILIES: dict[str, Family] = {
         ampere_candidates.listed,
         ampere_footprint.of,
         (*_SPLITTING, "warps/*.py", "ampere/*.py"),
+        works=tuple(work.TABLE),
         splits=ampere_candidates.splits,
         beside="sm90",
         company=ampere_candidates.beside,
@@ -201,6 +203,7 @@ FAMILIES: dict[str, Family] = {
         simt_candidates.listed,
         simt_footprint.of,
         ("warps/*.py", "simt/*.py"),
+        works=tuple(work.TABLE),
         splits=simt_candidates.splits,
     ),
     "vector": Family(
@@ -234,14 +237,16 @@ def _work_refused(family: str, signature: Signature) -> str | None:
 
 
 def _division_refused(signature: Signature) -> str | None:
-    """None, or why TMA cannot load the operand that groups divide: a box begins at a multiple of 16 bytes of its
-    contiguous rows, and a group anywhere. Calls copy such operands first (`problem.packing`).
+    """None, or why no kernel loads the operand that groups divide: TMA and vectors begin at a multiple of 16 bytes of
+    its contiguous rows, and a group anywhere. Calls copy such operands first (`problem.packing`).
     """
     divided = work.TABLE[signature.work].divided
     major = signature.b_major if divided == "b" else signature.a_major
     if divided is None or major == "k":
         return None
-    return f"{divided.upper()} is {major.upper()}-major: TMA cannot begin at any of its rows; accepted is a K-major one"
+    return (
+        f"{divided.upper()} is {major.upper()}-major: loads cannot begin at any of its rows; accepted is a K-major one"
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -299,23 +304,13 @@ class CuteBackend(Backend[Any]):
             taken = "; ".join(f"{name} takes {kind_names(family.takes)}" for name, family in FAMILIES.items())
             asked = f"{problem.dtype} with precision {problem.precision!r}"
             return f"no CuTe kernel for {arch.name} multiplies {asked}: {taken}"
-        if problem.work != work.DENSE:
-            return self._why_none(problem, arch)
-        reasons = [self._why_last(family, problem, arch) for family in self._automatic(problem.signature)]
-        return reasons[-1]
-
-    def _why_none(self, problem: Problem, arch: Arch) -> str:
-        """Why no configuration of the families that take the problem's work can serve it."""
-        kind = problem.signature.kind
-        for name, family in FAMILIES.items():
-            if problem.work in family.works:
-                if not family.runs_on(arch):
-                    return f"{name} alone computes {problem.work} products, and does not run on {arch.name}"
-                if kind not in family.takes:
-                    taken = kind_names(each for each in family.takes if each not in SPLIT)  # parts are of dense ones
-                    return f"{name} alone computes {problem.work} products, and takes {taken}"
-                return self._why_last(family, problem, arch)
-        return f"no family computes {problem.work} products"
+        families = [family for family in self._automatic(problem.signature) if problem.work in family.works]
+        if not families:
+            own = {name: family for name, family in FAMILIES.items() if problem.work in family.works}
+            kinds = {name: (each for each in family.takes if each not in SPLIT) for name, family in own.items()}
+            taken = "; ".join(f"{name} takes {kind_names(each)}" for name, each in kinds.items())
+            return f"of the families that compute {problem.work} products, {taken}"
+        return self._why_last(families[-1], problem, arch)
 
     def _why_last(self, family: Family, problem: Problem, arch: Arch) -> str:
         """Why a family's last candidate, which is its smallest, cannot serve the problem."""

@@ -19,8 +19,10 @@ from cutegemm.cute import types
 from cutegemm.cute.early_launch import BeginsEarly
 from cutegemm.cute.epilogue import SlabEpilogue
 from cutegemm.cute.tile_order import Grouped
+from cutegemm.cute.warps.group_tiles import GroupTiles, Place
 from cutegemm.cute.warps.part_sum import PartSum
 from cutegemm.problem import Signature
+from cutegemm.problem.work import DENSE
 from cutegemm.run import arguments
 
 _NUMBERS: dict[str, Any] = {"int32": Int32, "int64": Int64, "float32": Float32, "float64": Float64}
@@ -35,8 +37,12 @@ class Gemm(BeginsEarly):
     when it has worked out where its operands lie.
 
     The grid is one-dimensional: batch x tile rows x tile columns, in the tile order, x splits of K. Every CTA computes
-    one tile, or its part of it.
+    one tile, or its part of it. Of products in groups each CTA finds its tile on the GPU (`warps.group_tiles`).
+
+    own: the tile of this CTA, where it found it so.
     """
+
+    own: Place | None = None
 
     def __init__(self, config: Any, signature: Signature) -> None:
         self.config: Any = config
@@ -48,6 +54,7 @@ class Gemm(BeginsEarly):
         # Of B: see `warps.tile_load`.
         self.halves = config.wn // 2 if signature.epilogue.gating == "halves" else 0
         self.parts = PartSum(config, signature) if config.splits > 1 else None
+        self.groups = None if signature.work == DENSE else GroupTiles(config, signature, self.order)
 
     def arguments(self) -> tuple[arguments.Argument, ...]:
         """The host entry's arguments in order."""
@@ -56,7 +63,7 @@ class Gemm(BeginsEarly):
     @property
     def host_only(self) -> tuple[str, ...]:
         """Which of them the kernel on the GPU does not take."""
-        return ("stream", "batch") if self.config.splits == 1 else ("stream",)
+        return ("stream", "batch") if self.config.splits == 1 and self.groups is None else ("stream",)
 
     def fake_arguments(self) -> tuple:
         """Stand-ins that give `cute.compile` the types of the entry's arguments, and the alignment it may assume."""
@@ -71,8 +78,9 @@ class Gemm(BeginsEarly):
         """Launches the kernel. `args`: the host entry's arguments by name."""
         tiles_m = cute.ceil_div(args.m, self.config.bm)
         tiles_n = cute.ceil_div(args.n, self.config.bn)
+        tiles = tiles_m * tiles_n * args.batch if self.groups is None else self.groups.most(args, tiles_m, tiles_n)
         self.kernel(arguments.device(args, host_only=self.host_only, tiles_m=tiles_m, tiles_n=tiles_n)).launch(
-            grid=(tiles_m * tiles_n * args.batch * self.config.splits, 1, 1),
+            grid=(tiles * self.config.splits, 1, 1),
             block=(self.config.threads, 1, 1),
             min_blocks_per_mp=self.config.resident,
             # Else the DSL asks a GPU for it, which the machine that compiles need not have.
@@ -85,11 +93,34 @@ class Gemm(BeginsEarly):
     def kernel(self, args):
         """One CTA: find its tile, then load, multiply and store it."""
         self.args = args
-        matrix, row, column = self._place(self._share(cute.arch.block_idx()[0]), args.tiles_m, args.tiles_n)
-        a = args.a + Int64(matrix) * args.a_batch
-        b = args.b + Int64(matrix) * args.b_batch
-        a, b, k = self._part(a, b, args.k)
-        self.compute_tile(a, b, args.lda, args.ldb, args.m, args.n, k, row, column)
+        if cutlass.const_expr(self.groups is None):
+            matrix, row, column = self.corner()
+            a = args.a + Int64(matrix) * args.a_batch
+            b = args.b + Int64(matrix) * args.b_batch
+            a, b, k = self._part(a, b, args.k)
+            self.compute_tile(a, b, args.lda, args.ldb, args.m, args.n, k, row, column)
+        else:
+            self._compute_of_group()
+
+    @cute.jit
+    def _compute_of_group(self):
+        """Computes this CTA's tile of a group, if there is one."""
+        args = self.args
+        assert self.groups is not None
+        self.await_front()  # the kernel in front may write the sizes
+        own, exists = self.groups.find(args, cute.arch.block_idx()[0])
+        self.own = own
+        if exists:
+            a = args.a + Int64(own.matrix) * args.a_batch
+            b = args.b + Int64(own.matrix) * args.b_batch
+            a, b = self._from_k(a, b, own.first_k) if cutlass.const_expr(self.groups.along == "k") else (a, b)
+            self.compute_tile(a, b, args.lda, args.ldb, args.m, args.n, own.k, own.row, own.column)
+
+    def corner(self) -> tuple[Any, Any, Any]:
+        """(matrix, first row, first column) of this CTA's tile."""
+        if self.own is not None:
+            return self.own.matrix, self.own.row, self.own.column
+        return self._place(self._share(cute.arch.block_idx()[0]), self.args.tiles_m, self.args.tiles_n)
 
     def _share(self, block) -> Any:
         """The tile that CTA number `block` computes, or a part of."""
@@ -102,10 +133,14 @@ class Gemm(BeginsEarly):
         bk, splits = self.config.bk, self.config.splits
         own = cute.ceil_div(cute.ceil_div(k, bk), splits) * bk
         first = cute.arch.block_idx()[0] % splits * own
+        left = cutlass.max(cutlass.min(k - first, own), 0)
+        return *self._from_k(a, b, first), left
+
+    def _from_k(self, a, b, first) -> tuple[Any, Any]:
+        """(A, B) from their `first` k on."""
         step_a = 1 if self.signature.a_major == "k" else self.args.lda
         step_b = 1 if self.signature.b_major == "k" else self.args.ldb
-        left = cutlass.max(cutlass.min(k - first, own), 0)
-        return a + Int64(first) * step_a, b + Int64(first) * step_b, left
+        return a + Int64(first) * step_a, b + Int64(first) * step_b
 
     def first_k_tile(self) -> Any:
         """The number of the first k tile of this CTA's part of the sum."""
@@ -145,11 +180,18 @@ class Gemm(BeginsEarly):
         The tile's place is computed a second time, from the CTA's number behind a move that the compiler cannot
         see through: kept since the start, it would take registers from the main loop, which uses every one.
         """
-        matrix, row, column = self._place(self._number(), self.args.tiles_m, self.args.tiles_n)
+        if self.own is None:
+            matrix, row, column = self._place(self._number(), self.args.tiles_m, self.args.tiles_n)
+        else:
+            matrix, row, column = self.corner()
         row, column = row + warp_m * self.config.wm, column + warp_n * self.config.wn
         slab = cute.recast_ptr(memory, dtype=Float32)
-        column, n = self.in_d(column), self.in_d(self.args.n)
-        self.epilogue.start(slab, matrix, row, column, self.args.m, n, warp, lane, self.args)
+        m, n = self.ends()
+        self.epilogue.start(slab, matrix, row, self.in_d(column), m, self.in_d(n), warp, lane, self.args)
+
+    def ends(self) -> tuple[Any, Any]:
+        """Before which row, and column of the product, the results end that this CTA stores."""
+        return (self.args.m, self.args.n) if self.own is None else (self.own.m, self.own.n)
 
     def in_d(self, columns) -> Any:
         """So many columns of the product in columns of D: of a gated program half."""

@@ -189,6 +189,11 @@ class SlabEpilogue:
     @cute.jit
     def _put_row(self, partial: cutlass.Constexpr, row, inside, total):
         column = self.column - self.lane_column
+        if cutlass.const_expr(self.scatters):
+            columns = Int32(0)
+            if inside:
+                row, columns = self._scattered(row)
+            inside = columns > 0
         place = partial.at(column // self.pieces[1], row)
         if inside & (self.lane_column == 0) & (column < self.n):
             cute.make_tensor(place, cute.make_layout(1))[0] = total

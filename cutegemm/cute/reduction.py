@@ -4,6 +4,9 @@ A kernel reduces what one warp or warpgroup has of a row or column, a *piece*, a
 memory (fp32: matrix, piece, row or column). `run.fused` reduces the pieces. Every number has one writer and every sum
 one order of its terms, so that a result has the same bits on every run. A configuration's `pieces` says how many
 elements make up a piece. Elements beyond the edge of D count as the identity; a maximum is NaN where one element is.
+
+Of products in groups a row (of groups of columns: a column) is reduced that belongs to one group. Its number stands
+where the whole D has it; rows of no group have none.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int64
 
 from cutegemm.problem import Signature
+from cutegemm.problem.work import TABLE
 
 
 def either(chosen, one, other) -> Any:
@@ -26,19 +30,28 @@ def either(chosen, one, other) -> Any:
 class Partial:
     """One reduced output: its arithmetic, and where its pieces go.
 
-    number: of the program's output. of_rows: it has a number for each row of D.
+    number: of the program's output. of_rows: it has a number for each row of D. work: that of the signature.
     """
 
-    def __init__(self, number: int, reduce: str) -> None:
+    def __init__(self, number: int, reduce: str, work: str) -> None:
+        self.work = TABLE[work]
         self.number, self.name = number, f"y{number}"
         self.of_rows = reduce.startswith("row")
         self.sums, self.magnitudes = reduce.endswith("sum"), reduce.endswith("abs")
         self.identity = 0.0 if self.sums else -math.inf
 
     def start(self, args, matrix, pieces, extent) -> None:
-        """Binds to a launch's arguments and to a matrix of the batch, whose `extent` numbers have `pieces` each."""
-        self.extent = extent
-        self.base = getattr(args, self.name) + Int64(matrix) * (Int64(pieces) * extent)
+        """Binds to a launch's arguments and to a matrix of the batch, whose `extent` numbers have `pieces` each.
+
+        Of a group it is given where its last row or column ends; all of D has the numbers.
+        """
+        if self.work.indexed == "d":
+            extent = args.index_rows
+        elif self.work.masked or self.work.ragged in ("m", "n"):
+            extent = args.m if self.of_rows else args.n
+        self.extent, self.base = extent, getattr(args, self.name)
+        if self.work.matrices("d", 2) > 1:
+            self.base = self.base + Int64(matrix) * (Int64(pieces) * extent)
 
     def at(self, piece, place) -> Any:
         """The pointer to a piece of row or column number `place`."""
@@ -74,4 +87,4 @@ class Partial:
 
 def partials(signature: Signature) -> list[Partial]:
     """The reduced outputs of a signature's program."""
-    return [Partial(number, reduce) for number, reduce in signature.epilogue.reductions]
+    return [Partial(number, reduce, signature.work) for number, reduce in signature.epilogue.reductions]

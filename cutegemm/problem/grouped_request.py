@@ -13,7 +13,7 @@ from cutegemm.problem.dtypes import ACCEPTED, ITEMSIZE, TABLE, output_name, prod
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.operand import Matrix
 from cutegemm.problem.problem import MAX_EXTENT, Problem
-from cutegemm.problem.program.graph import SCALE_K, Input, Program
+from cutegemm.problem.program.graph import SCALE_K, Input, Output, Program
 from cutegemm.problem.program.terms import is_product
 from cutegemm.problem.program_request import ProgramRequest
 from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, ROWS, SCATTERED
@@ -69,6 +69,11 @@ class Extents(NamedTuple):
         """Of a result with so many columns."""
         single = self.work in (*ROWS, RAGGED_N)
         return (self.results, columns) if single else (self.groups, self.m, columns)
+
+    def result_shape(self, output: Output, columns: int) -> tuple[int, ...]:
+        """Of a result of a program, where matrices have so many columns."""
+        *leading, rows, _ = self.shape(columns)
+        return program_request.result_shape(output, tuple(leading), rows, columns)
 
 
 def extents(a: Any, b: Any, given: Sizes) -> Extents:
@@ -185,8 +190,15 @@ def result_dtype(number: int, output: Any, target: Any, out_dtype: Any, default:
 
 def check_program(program: Program, sizes: Extents) -> int:
     """The columns of D. Raises ValueError where the program cannot be computed in groups."""
-    if any(output.reduce is not None for output in program.outputs):
-        raise ValueError("epilogue: results of groups are not reduced; return matrices, and reduce these")
+    program_request.check_first(program)
+    across = {RAGGED_K: None, RAGGED_N: "row"}.get(sizes.work, "column")
+    for output in program.outputs:
+        if across and (output.reduce or "").startswith(across):
+            own = "column" if across == "row" else "row"
+            raise ValueError(
+                f"epilogue: {output.reduce} with groups of {own}s, where a {across} of D belongs to many groups; "
+                f"accepted are {own}_sum, {own}_max and {own}_max_abs"
+            )
     columns = sizes.n
     if program.gating or program.uses("partner"):
         if sizes.work == RAGGED_N:
@@ -259,11 +271,11 @@ def describe(
         if isinstance(operand, torch.Tensor):
             request.check_tensor(f"operands[{number}]", operand)
         check_operand(number, own, operand, sizes, columns)
-    shape = sizes.shape(columns)
     default = default_dtype(dtype, program, out_dtype)
     outs = program_request.given_outputs(out, len(program.outputs))
+    shapes = tuple(sizes.result_shape(output, columns) for output in program.outputs)
     resolved, targets = [], []
-    for number, (output, target) in enumerate(zip(program.outputs, outs, strict=True)):
+    for number, (output, target, shape) in enumerate(zip(program.outputs, outs, shapes, strict=True)):
         name = result_dtype(number, output, target, out_dtype, default, program)
         program_request.check_target(number, target, shape, name, a.device, len(outs))
         resolved.append(output._replace(dtype=name))
@@ -292,8 +304,10 @@ def describe(
         if not own.by_value
     )
     results = [
-        _own(sizes, matrix, str(output.dtype)) for (matrix, _), output in zip(targets, resolved, strict=True)
-    ]  # fmt: skip
+        _own(sizes, matrix, str(output.dtype))
+        for (matrix, _), output in zip(targets, resolved, strict=True)
+        if output.reduce is None
+    ]
     problem = Problem(
         sizes.m, sizes.n, sizes.k, groups, dtype, str(resolved[0].dtype), precision, matrix_a, matrix_b, None,
         results[0], Epilogue(), RAGGED_M if gathers else sizes.work, b_dtype=b_dtype,
@@ -302,8 +316,7 @@ def describe(
     if terms is not None and terms.bias is not None and operands[terms.bias].dim() == 3:
         terms = None
     problem = program_request.with_epilogue(problem, program, terms, matrices, results[1:])
-    temporaries = frozenset(number for number, (_, apart) in enumerate(targets) if apart)
-    shapes = (shape,) * len(resolved)
+    temporaries = program_request.temporaries_of(targets, resolved)
     return ProgramRequest(problem, a.device, tuple(copies), program, shapes, temporaries, terms, gathers)
 
 

@@ -343,7 +343,8 @@ class Problem:
         e, batch = ITEMSIZE[self.dtype], self.batch
         a = self.m * self.k * (1 if self.a.stride_batch == 0 else batch)
         b = self.k * self.n * (1 if self.b.stride_batch == 0 else batch)
-        d = self.m * self.columns * WORKS[self.work].matrices("d", batch)
+        results = WORKS[self.work].matrices("d", batch)
+        d = self.m * self.columns * results
         total = (a + b) * e + d * ITEMSIZE[self.out_dtype]
         if self.epilogue.custom is not None:
             given = (each for each in self.epilogue.custom.inputs if not each.by_value)
@@ -354,10 +355,10 @@ class Problem:
                 elements = (matrix.rows if each.m else 1) * (matrix.cols if each.n else 1)
                 total += elements * (batch if each.batched else 1) * {**ITEMSIZE, **INTEGERS}[each.dtype]
             for (_, output, _), matrix in zip(self.epilogue.more_outputs, self.outputs, strict=True):
-                total += matrix.rows * matrix.cols * batch * ITEMSIZE[str(output.dtype)]
+                total += matrix.rows * matrix.cols * results * ITEMSIZE[str(output.dtype)]
             for number, reduce in self.epilogue.reductions:
                 extent = self.m if reduce.startswith("row") else self.columns
-                total += extent * batch * ITEMSIZE[str(self.epilogue.custom.outputs[number].dtype)]
+                total += extent * results * ITEMSIZE[str(self.epilogue.custom.outputs[number].dtype)]
         if self.epilogue.c_dtype:
             total += d * ITEMSIZE[self.epilogue.c_dtype]
         total += sum((self.m if array.rows else batch) * INTEGERS[array.dtype] for array in WORKS[self.work].arrays)

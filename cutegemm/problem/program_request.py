@@ -103,8 +103,7 @@ def describe(
         check_target(number, target, shape, dtype, a.device, len(outs))
         shapes.append(shape)
         resolved.append(output._replace(dtype=dtype))
-    if program.outputs[0].reduce is not None:
-        raise ValueError("epilogue: its first result is a reduction; return a matrix first, the reductions after it")
+    check_first(program)
     program = replace(program, outputs=tuple(resolved))
     targets = [
         target_matrix(target, shape, str(output.dtype))
@@ -117,8 +116,20 @@ def describe(
     terms = readable_terms(program, operands, n)
     plain = replace(plain, out_dtype=str(resolved[0].dtype), d=targets[0][0])
     problem = with_epilogue(plain, program, terms, matrices, more)
-    temporaries = (i for i, (_, apart) in enumerate(targets) if apart and resolved[i].reduce is None)
-    return ProgramRequest(problem, a.device, asked.copies, program, tuple(shapes), frozenset(temporaries), terms)
+    temporaries = temporaries_of(targets, resolved)
+    return ProgramRequest(problem, a.device, asked.copies, program, tuple(shapes), temporaries, terms)
+
+
+def check_first(program: Program) -> None:
+    """Raises ValueError where the first result is no matrix."""
+    if program.outputs[0].reduce is not None:
+        raise ValueError("epilogue: its first result is a reduction; return a matrix first, the reductions after it")
+
+
+def temporaries_of(targets: Sequence[tuple[Matrix, bool]], outputs: Sequence[Output]) -> frozenset[int]:
+    """The results that a kernel writes apart from the tensors given. targets: of each, `target_matrix`."""
+    pairs = zip(targets, outputs, strict=True)
+    return frozenset(i for i, ((_, apart), output) in enumerate(pairs) if apart and output.reduce is None)
 
 
 def with_epilogue(

@@ -32,7 +32,7 @@ from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_N, ROWS, SC
 from cutegemm.pytorch import autograd, program_autograd
 from cutegemm.pytorch.program_autograd import FORWARD_MODE, Like, Settings
 from cutegemm.pytorch.program_batches import described
-from cutegemm.pytorch.program_gradients import ACC, Needed, fused, needed
+from cutegemm.pytorch.program_gradients import ACC, Maximum, Needed, fused, needed
 from cutegemm.torch_grouped import gathered, written_places
 
 PRODUCT = Program((), (Node("acc"),), (Output(0),)).text
@@ -123,27 +123,54 @@ class _Backward:
         found = needs.backward
         assert found is not None
         by_kernel = self.work in ROWS and program_autograd.has_kernels(self.settings.backend, values)
-        if needs.reads_acc and (torch.is_grad_enabled() or not saved) and not by_kernel:
+        alone = needs.maxima or not by_kernel
+        if needs.reads_acc and (torch.is_grad_enabled() or not saved) and alone:
             acc = self.multiply(torch.float32)
             saved = dict(zip(ACC, columns_of(acc, program.gating), strict=False))
         values |= saved
+        for maximum in needs.maxima:
+            self._spread(maximum, values, saved)
         if by_kernel:
             return self._by_kernel(found, values, needs.reads_acc and not saved)
-        given = [values[source] for source in found.reads]
-        derived = described(found.program, [each for each in given if isinstance(each, torch.Tensor)])
-        e = self.extents
-        columns = e.n // 2 if program.gating else e.n
-        shape = (e.m, columns) if self.work in (*ROWS, RAGGED_N) else (e.groups, e.m, columns)
+        read = [values[source] for source in found.reads]
+        derived = described(found.program, [each for each in read if isinstance(each, torch.Tensor)])
+        shape = self._columns_shape
         acc = torch.zeros((), device=self.sizes.groups.device).expand(shape)
-        if self.work in (*ROWS, RAGGED_N):
-            axis: Any = "m" if self.work in ROWS else "n"
-            groups = groups_of(self.sizes.groups, shape[0 if axis == "m" else 1])
-            derived, given = spread(derived, given, groups, e.groups, axis)
+        derived, given = self._as_one(derived, read)
         results = evaluate(derived, acc, given, dtype=torch.float32)
         written = written_places(self._plain_work, self.sizes.groups, *shape[-2:])
         if written is not None:
             results = tuple(torch.where(written, each, 0) for each in results)
         return dict(zip(found.gives, results, strict=True))
+
+    @property
+    def _columns_shape(self) -> tuple[int, ...]:
+        """Of D, in the order of the product's rows."""
+        e, columns = self.extents, self.extents.n // (2 if self.settings.program.gating else 1)
+        return (e.m, columns) if self.work in (*ROWS, RAGGED_N) else (e.groups, e.m, columns)
+
+    def _as_one(self, program: Program, operands: Sequence[Any]) -> tuple[Program, Sequence[Any]]:
+        """The program and its operands with which one evaluation computes all groups."""
+        if self.work not in (*ROWS, RAGGED_N):
+            return program, operands
+        e, axis = self.extents, "m" if self.work in ROWS else "n"
+        groups = groups_of(self.sizes.groups, e.m if axis == "m" else e.n)
+        return spread(program, operands, groups, e.groups, axis)  # type: ignore[arg-type]
+
+    def _spread(self, maximum: Maximum, values: dict[Source, Any], saved: dict[Source, torch.Tensor]) -> None:
+        """Replaces the gradient of a maximum among the values by that of the elements."""
+        program, source = self.settings.program, Source("upstream", maximum.output)
+        parts = [saved[each] for each in ACC[: 2 if program.gating else 1] if each in saved]
+        if parts:
+            acc = program_autograd.joined(parts, program.gating)
+        else:
+            *rows, columns = self._columns_shape
+            shape = (*rows, columns * (2 if program.gating else 1))
+            acc = torch.zeros((), device=self.sizes.groups.device).expand(shape)
+        read = [values[Source("operand", place)] for place in maximum.operands]
+        alone, given = self._as_one(maximum.program, read)
+        reduce = str(program.outputs[maximum.output].reduce)
+        values[source] = program_autograd.spread_maximum(alone, acc, given, values[source], reduce, torch.float32)
 
     @property
     def _plain_work(self) -> str:

@@ -50,14 +50,14 @@ def check_arguments(sizes: Sizes, tensors: Mapping[str, Any], out_dtype: Any, op
     registering.check_arguments(tensors, out_dtype, how)
 
 
-def shape_of(a: Any, b: Any, sizes: Sizes, operands: Any, program: Any) -> tuple[Any, ...]:
-    """The shape of the results. Raises what `grouped_gemm` would raise, as far as shapes and dtypes tell."""
+def shapes_of(a: Any, b: Any, sizes: Sizes, operands: Any, program: Any) -> list[tuple[Any, ...]]:
+    """The shapes of the results. Raises what `grouped_gemm` would raise, as far as shapes and dtypes tell."""
     extents = grouped_request.extents(a, b, sizes)
     grouped_request.check_dtypes(a, b)
     columns = grouped_request.check_program(program, extents)
     for number, (given, operand) in enumerate(zip(program.inputs, operands, strict=True)):
         grouped_request.check_operand(number, given, operand, extents, columns)
-    return extents.shape(columns)
+    return [extents.result_shape(output, columns) for output in program.outputs]
 
 
 def dtypes_of(a: Any, program: Any, out_dtype: Any) -> list[str]:
@@ -75,9 +75,9 @@ def _fake(
 ):  # fmt: skip
     known = program_of(program)
     given = joined(known, operands, numbers, integers)
-    shape = shape_of(a, b, Sizes(offsets, counts, rows, places, out_rows), given, known)
+    shapes = shapes_of(a, b, Sizes(offsets, counts, rows, places, out_rows), given, known)
     names = dtypes_of(a, known, out_dtype)
-    return [a.new_empty(shape, dtype=torch_dtype(name)) for name in names]
+    return [a.new_empty(shape, dtype=torch_dtype(name)) for shape, name in zip(shapes, names, strict=True)]
 
 
 def _fake_out(
@@ -85,10 +85,10 @@ def _fake_out(
 ) -> None:  # fmt: skip
     known = program_of(program)
     given = joined(known, operands, numbers, integers)
-    shape = shape_of(a, b, Sizes(offsets, counts, rows, places, out_rows), given, known)
+    shapes = shapes_of(a, b, Sizes(offsets, counts, rows, places, out_rows), given, known)
     if len(out) != len(known.outputs):
         raise ValueError(f"out: got {len(out)} tensors, but the epilogue has {len(known.outputs)} results")
-    for number, each in enumerate(out):
+    for number, (each, shape) in enumerate(zip(out, shapes, strict=True)):
         if tuple(each.shape) != tuple(shape):
             name = program_request.target_name(number, len(out))
             raise ValueError(f"{name}: got shape {tuple(each.shape)}, expected {tuple(shape)}")
@@ -164,7 +164,7 @@ def _sharded(
     names = [f"operands[{number}]" for number, each in enumerate(known.inputs) if not each.by_value]
     everything = {**tensors, **dict(zip(names, operands, strict=True))}
     mesh = sharded.mesh_of("torch.ops.cutegemm.grouped_gemm", everything)
-    shape = shape_of(a, b, sizes, given, known)
+    shapes = shapes_of(a, b, sizes, given, known)
     extents = grouped_request.extents(a, b, sizes)
     settings = sharding_programs.Settings.of(mesh, everything, known, out_dtype)
     local, read = sharding_programs.with_begins(known)
@@ -178,8 +178,8 @@ def _sharded(
         )  # fmt: skip
         return found
 
-    rules = sharding_programs.of_groups(known, tensors, operands, settings, extents, shape[-1])
-    return sharded.compute(mesh, list(everything.values()), rules, call, [shape] * len(known.outputs))
+    rules = sharding_programs.of_groups(known, tensors, operands, settings, extents, shapes[0][-1])
+    return sharded.compute(mesh, list(everything.values()), rules, call, shapes)
 
 
 sharding.handle("grouped_gemm", _sharded)

@@ -132,9 +132,9 @@ def _fake(
 ):  # fmt: skip
     known, sizes = program_of(program), Sizes(offsets, counts, rows, places, out_rows)
     given = joined(known, operands, numbers, integers)
-    shape = grouped_operator.shape_of(a, b, sizes, given, known)
+    shapes = grouped_operator.shapes_of(a, b, sizes, given, known)
     names = grouped_operator.dtypes_of(a, known, _default(a, out_dtype))
-    return [a.new_empty(shape, dtype=torch_dtype(name)) for name in names]
+    return [a.new_empty(shape, dtype=torch_dtype(name)) for shape, name in zip(shapes, names, strict=True)]
 
 
 define(

@@ -216,7 +216,7 @@ def _elementwise(ctx: Any, kept: Sequence[Any], needs: Needed, grads: Sequence[A
         read = [values[Source("operand", place)] for place in maximum.operands]
         source = Source("upstream", maximum.output)
         reduce = str(program.outputs[maximum.output].reduce)
-        values[source] = _spread(maximum.program, acc, read, values[source], reduce, wide)
+        values[source] = spread_maximum(maximum.program, acc, read, values[source], reduce, wide)
     found = needs.backward
     assert found is not None
     columns = (*shape[:-1], shape[-1] // 2) if program.gating else shape
@@ -303,7 +303,7 @@ def joined(parts: Sequence[torch.Tensor], gating: str | None) -> torch.Tensor:
     return parts[0]
 
 
-def _spread(
+def spread_maximum(
     alone: Program, acc: Any, operands: Sequence[Any], grad: torch.Tensor, reduce: str, wide: torch.dtype
 ) -> torch.Tensor:
     """The gradient of a maximum for the elements that equal it, in equal shares, as torch.amax has it."""

@@ -5,6 +5,7 @@ The sizes of the groups stay on the device: a call is known by its tensors' desc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,13 +17,14 @@ from cutegemm.problem import grouped_request, packing, torch_dtype
 from cutegemm.problem.grouped_request import Sizes
 from cutegemm.problem.program.graph import Program
 from cutegemm.problem.program_request import ProgramRequest, Results
-from cutegemm.problem.work import GATHERED, Work
+from cutegemm.problem.work import GATHERED, SCATTERED, Work
 from cutegemm.problem.work import TABLE as WORKS
 from cutegemm.run import call, fused
 from cutegemm.run.environment import is_on
 from cutegemm.run.how import How
+from cutegemm.run.reductions import Reductions
 from cutegemm.run.runner import current_device
-from cutegemm.torch_grouped import Arrays, Core
+from cutegemm.torch_grouped import Arrays, Core, written_alone
 from cutegemm.torch_grouped import core as torch_core
 
 Runner = Callable[..., Results]
@@ -75,7 +77,7 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
     chosen, problem = backends.get(plan.choice.backend), asked.problem
     core: Core
     if problem.m == 0 or any(0 in shape for shape in asked.shapes):
-        core = _nothing
+        core = _of_nothing(asked)
     elif isinstance(chosen, backends.OnTensors):
         core = torch_core(asked)
     else:
@@ -110,7 +112,7 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
             else own
             for number, (own, shape, dtype) in enumerate(zip(given, asked.shapes, dtypes, strict=True))
         )  # fmt: skip
-        core(a, b, operands, outs, arrays[:taken])
+        core(a, b, operands, outs, arrays[:taken], not new or out is ZEROS)
         for number in temporaries:
             given[number].copy_(outs[number])  # type: ignore[union-attr]
         results = tuple(made if own is None else own for own, made in zip(given, outs, strict=True))
@@ -168,8 +170,18 @@ def check_arrays(arrays: Arrays, extent: int, work: Work, limit: int) -> None:
                 raise ValueError(f"places: rows {taken[place]} and {row} both have {place}; each row of D has one")
 
 
-def _nothing(a: Any, b: Any, operands: Sequence[Any], outs: Any, arrays: Arrays) -> None:
-    """D has no elements, or no row of A goes there."""
+def _of_nothing(asked: ProgramRequest) -> Core:
+    """For a D without elements, or one where no row of A goes: sums of its rows are 0, maxima minus infinity."""
+    problem = asked.problem
+    reductions = {number: 0.0 if kind.endswith("sum") else -math.inf for number, kind in problem.epilogue.reductions}
+
+    def core(a: Any, b: Any, operands: Sequence[Any], outs: Any, arrays: Arrays, kept: bool) -> None:
+        for number, value in reductions.items() if problem.m else ():
+            out = outs[number]
+            shape = (problem.m, 1) if problem.work == SCATTERED else out.shape
+            written_alone(problem.work, arrays, out, out.new_full(shape, value))
+
+    return core
 
 
 def _addresses(asked: ProgramRequest, a: Any, b: Any, operands: Sequence[Any], outs: Any, arrays: Arrays) -> Any:
@@ -184,24 +196,37 @@ def _cuda_core(plan: Plan, asked: ProgramRequest) -> Core:
     with current_device(asked.device):
         launch = plan.kernel.bind(plan.problem)
     current_stream, ours = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
+    reductions = Reductions(plan.problem, plan.choice.config)
 
-    def core(a: Any, b: Any, operands: Sequence[Any], outs: Any, arrays: Arrays) -> None:
-        addresses, numbers = _addresses(asked, a, b, operands, outs, arrays)
+    def core(a: Any, b: Any, operands: Sequence[Any], outs: Any, arrays: Arrays, kept: bool) -> None:
+        written = reductions.partials(outs) if reductions.rows else outs
+        if kept:
+            reductions.keep(written, outs)
+        addresses, numbers = _addresses(asked, a, b, operands, written, arrays)
         if ours() == index:
             launch(addresses, numbers, current_stream(index))
         else:
             with torch.cuda.device(index):
                 launch(addresses, numbers, current_stream(index))
+        reductions.finish(written, outs)
 
     return core
 
 
 def _emulated_core(plan: Plan, asked: ProgramRequest) -> Core:
     names = [array.name for array in WORKS[plan.problem.work].arrays]
+    reductions = Reductions(plan.problem, plan.choice.config)
 
-    def core(a: Any, b: Any, operands: Sequence[Any], outs: Any, arrays: Arrays) -> None:
+    def core(a: Any, b: Any, operands: Sequence[Any], outs: Any, arrays: Arrays, kept: bool) -> None:
         inputs = {"a": a, "b": b, **dict(zip(names, arrays, strict=True))}
-        fused.emulate(plan, inputs, operands, outs, _addresses(asked, a, b, operands, outs, arrays))
+        results = reductions.partials(outs)
+        for number, *_ in reductions.rows:
+            if results[number] is not outs[number]:
+                results[number].fill_(torch.nan)  # a piece that nobody writes shows
+        if kept:
+            reductions.keep(results, outs)
+        fused.emulate(plan, inputs, operands, results, _addresses(asked, a, b, operands, results, arrays))
+        reductions.finish(results, outs)
 
     return core
 

@@ -1,16 +1,24 @@
-"""The reduced results of a program: a kernel's partial results (`cute.reduction`), and what becomes of them."""
+"""The reduced results of a program: a kernel's partial results (`cute.reduction`), and what becomes of them.
+
+Products in groups leave rows of no group alone, in every result. So where a result is given, its partial results begin
+as what changes nothing: the first piece as the result itself, the others as the identity.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from cutegemm.problem import Problem
+from cutegemm.problem.work import DENSE, RAGGED_K
+from cutegemm.problem.work import TABLE as WORKS
 
 Empty = Callable[..., torch.Tensor]
 """empty(shape, dtype=, device=), as `torch.empty`"""
+_IDENTITY = {torch.sum: 0.0, torch.amax: -math.inf}
 
 
 class Reductions:
@@ -18,17 +26,21 @@ class Reductions:
 
     Attributes:
         rows: (number of the output, function, shape of the partial results) of each.
+        whole: whether kernels write every piece.
     """
 
     def __init__(self, problem: Problem, config: Any) -> None:
         self.rows: list[tuple[int, Callable[..., torch.Tensor], tuple[int, int, int]]] = []
+        self.whole = problem.work in (DENSE, RAGGED_K)
+        work = WORKS[problem.work]
+        matrices, d_rows = work.matrices("d", problem.batch), problem.d.rows if work.indexed == "d" else problem.m
         for number, reduce in problem.epilogue.reductions:
             rows, columns = config.pieces(problem.signature)
             of_rows = reduce.startswith("row")
-            over, extent = (problem.columns, problem.m) if of_rows else (problem.m, problem.columns)
+            over, extent = (problem.columns, d_rows) if of_rows else (problem.m, problem.columns)
             pieces = -(-over // (columns if of_rows else rows))
             function = torch.sum if reduce.endswith("sum") else torch.amax
-            self.rows.append((number, function, (problem.batch, pieces, extent)))
+            self.rows.append((number, function, (matrices, pieces, extent)))
 
     def partials(self, outs: Sequence[torch.Tensor], empty: Empty = torch.empty) -> list[torch.Tensor]:
         """What the kernel writes: the results, or new memory for the partial results (fp32). A result that has one
@@ -40,6 +52,14 @@ class Reductions:
             if shape[1] != 1 or out.dtype != torch.float32 or not out.is_contiguous():
                 found[number] = empty(shape, dtype=torch.float32, device=out.device)
         return found
+
+    def keep(self, partials: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+        """Begins the partial results so that numbers which the kernel does not write remain those of `outs`."""
+        for number, function, (matrices, _, extent) in self.rows if not self.whole else ():
+            pieces, out = partials[number], outs[number]
+            if pieces is not out:
+                pieces[:, 1:] = _IDENTITY[function]
+                pieces[:, 0] = out.view(matrices, extent) if out.is_contiguous() else out.reshape(matrices, extent)
 
     def finish(self, partials: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
         """Reduces the pieces in their order."""

@@ -30,7 +30,10 @@ CONFIGS = [
     "sm90/256x176x64/coop2/c2x1/s3/serp8/swap/zig/fit/pdl",
     "sm90/256x144x64/coop2/c1x2/s4/serp8/swap/zig/streamk/fit/pdl",
     "sm90/128x96x64/pp/c1x1/s4/hilbert/swap/fit/pdl",
+    "sm80/128x128x32/w64x64/s4/g8",
+    "sm80/32x64x64/w16x32/s4/g8",
 ]
+CORES = ["simt/128x128x8/w64x64/s3/g8", "simt/64x64x16/w32x64/s2/g8/r6", "simt/32x32x64/w32x32/s3/g8/x8"]
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -59,6 +62,61 @@ def test_configurations_on_groups_of_any_sizes(work, config, seed):
             case.run(backend="cute", config=config)
     case = GroupCase.random(work, [500, 0, 1, 123], 624, 520, 1032, seed=seed, device="cuda", integers=True)
     case.run(exact=True, backend="cute", config=config)
+
+
+@pytest.mark.parametrize("config", [*CORES, "sm80/128x64x32/w64x32/s3/g8"])
+@pytest.mark.parametrize("work", WORKS)
+@pytest.mark.parametrize("majors", ["tn", "nt"])
+def test_float32_of_any_alignment(work, config, majors, seed):
+    rng = random.Random(seed)
+    tail, precision = 0 if work == MASKED else 5, "tf32" if config.startswith("sm80") else "ieee"
+    for skew in SKEWS:
+        for groups in (1, 33):
+            sizes = sizes_of(skew, groups, 1500, rng)
+            case = GroupCase.random(
+                work, sizes, 1500 if work == MASKED else 133, 275, 143, "fp32", seed=seed, device="cuda", tail=tail,
+                majors=majors, precision=precision,
+            )  # fmt: skip
+            case.run(backend="cute", config=config)
+
+
+@pytest.mark.parametrize("config", [None, *CONFIGS, "sm90/128x64x64/coop2/c1x1/s4/g8/slab"])
+@pytest.mark.parametrize("work", WORKS)
+def test_reduced_results(work, config, seed):
+    """Of rows, of groups of columns of columns; numbers that belong to no group stay."""
+    if config and "sm90" in config:
+        if work == RAGGED_K and "streamk" in config:
+            pytest.skip("stream-K takes tiles of one K; refused by the configuration's rule")
+        if work == GATHERED and ("coop1" not in config or "c1x2" in config):
+            pytest.skip("gathered rows take fewer of these; refused by the configuration's rule")
+        if "/fit" in config and work not in ROWS:
+            pytest.skip("fit divides rows of groups; refused by the configuration's rule")
+    rng = random.Random(seed)
+    for skew in SKEWS:
+        sizes = sizes_of(skew, 33, 1500, rng)
+        case = GroupCase.random(
+            work, sizes, 1500 if work == MASKED else 264, 520, 264, seed=seed, device="cuda", tail=-sum(sizes) % 8 + 8
+        )  # fmt: skip
+        case.epilogue = lambda acc: (acc, ops.row_sum(acc + 1.0), ops.row_max_abs(acc))
+        if work == RAGGED_N:
+            case.epilogue = lambda acc: (acc, ops.column_sum(acc + 1.0), ops.column_max_abs(acc))
+        case.run(backend="cute", config=config)
+
+
+@pytest.mark.parametrize("majors", ["tt", "nn", "nt", "tn"])
+@pytest.mark.parametrize("work", WORKS)
+def test_operands_of_odd_extents(work, majors, seed):
+    """No row but the first begins at 16 bytes; backend "auto" takes mma.sync, in a graph too."""
+    case = GroupCase.random(work, [500, 0, 1, 124], 624, 521, 263, seed=seed, device="cuda", majors=majors)
+    case.run()
+    graph, want = torch.cuda.CUDAGraph(), torch.full_like(case.call(), 77)
+    out = want.clone()
+    case.call(out=want)
+    with torch.cuda.graph(graph):
+        case.call(out=out)
+    out.fill_(77)
+    graph.replay()
+    assert torch.equal(out, want)
 
 
 @pytest.mark.parametrize("majors", ["tt", "nn", "nt"])

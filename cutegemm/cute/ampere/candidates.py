@@ -107,7 +107,7 @@ def listed(signature: Signature) -> tuple[str, ...]:
 
 def splits(text: str, signature: Signature) -> tuple[int, ...]:
     """The splits of K, ascending, that a candidate may have as well as none."""
-    return NUMBERS
+    return NUMBERS if signature.work == DENSE else ()
 
 
 def beside(signature: Signature) -> tuple[str, ...]:

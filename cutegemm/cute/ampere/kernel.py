@@ -45,7 +45,7 @@ from cutegemm.cute.entry import Gemm
 from cutegemm.cute.launch_config import SLAB_ROWS
 from cutegemm.cute.splitter import Splitter, matrices
 from cutegemm.cute.warps.copy_ring import CopyRing
-from cutegemm.cute.warps.tile_load import PartLoader, TileLoader
+from cutegemm.cute.warps.tile_load import PartLoader, TileLoader, loader_of
 from cutegemm.problem import Signature
 from cutegemm.run import arguments
 
@@ -88,16 +88,18 @@ class AmpereGemm(Gemm):
         self.mma_op = operation(self.ab_type, b_type)
         self.k_step = K_BYTES * 8 // self.ab_type.width
         self.steps = steps_of(signature, config.bk // self.k_step)
-        self.a = self._operand(self.ab_type, signature.a_major == "k", config.bm, signature.align_a)
-        self.b = self._operand(b_type, signature.b_major == "k", config.bn, signature.align_b, self.halves)
+        self.a = self._operand("a", self.ab_type, signature.a_major == "k", config.bm, signature.align_a)
+        self.b = self._operand("b", b_type, signature.b_major == "k", config.bn, signature.align_b, self.halves)
         self.ring = CopyRing(self.a, self.b, config.stages)
         self.promotion: Any = promotion_of(config, signature)
 
-    def _operand(self, dtype, k_major: bool, extent: int, align: int, halves: int = 0) -> Any:
-        bk = self.config.bk
+    def _operand(self, name: str, dtype, k_major: bool, extent: int, align: int, halves: int = 0) -> Any:
+        bk, work = self.config.bk, self.signature.work
         swizzle = swizzle_of(dtype.width, bk if k_major else extent, k_major or not self.tf32)
         given = dtype, extent, bk, k_major, align, self.config.threads, swizzle, halves
-        return TileLoader(*given) if self.splitter is None else PartLoader(self.count, *given)
+        if self.splitter is not None:
+            return PartLoader(self.count, *given)
+        return loader_of(name, work)(*given, work=work)
 
     def _shared_to_registers(self, loader: TileLoader):
         """The copy atom of one operand: ldmatrix, transposing unless K-major; 32-bit loads where it cannot."""
@@ -134,8 +136,9 @@ class AmpereGemm(Gemm):
 
         memory = cutlass.memory.SmemAllocator().allocate(config.smem_bytes(self.signature), byte_alignment=1024)
         if cutlass.const_expr(self.splitter is not None):
-            self.a.find(matrices(self.args.batch, self.args.a_batch) * lda * m)
-            self.b.find(matrices(self.args.batch, self.args.b_batch) * ldb * n)
+            self.a.lie_apart(matrices(self.args.batch, self.args.a_batch) * lda * m)
+            self.b.lie_apart(matrices(self.args.batch, self.args.b_batch) * ldb * n)
+        self.a.find(self.args)
         self.ring.start(memory, a, b, lda, ldb, m, n, k, row, column, tid, self.await_front)
 
         # This warp's part of the ring, and its fragments.

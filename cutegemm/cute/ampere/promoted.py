@@ -50,7 +50,7 @@ class BlockScales(Promotion):
 
     def start(self, gemm: Any, warp_m, warp_n, lane) -> None:
         config, args = self.config, gemm.args
-        matrix, row, column = gemm._place(gemm._share(cute.arch.block_idx()[0]), args.tiles_m, args.tiles_n)
+        matrix, row, column = gemm.corner()
         row, column = row + warp_m * config.wm, column + warp_n * config.wn
         # What a thread has of an m16n8 tile: two rows, 8 apart, and two neighbouring columns.
         rows = [row + lane // 4 + 8 * i for i in range(config.wm // 8)]

@@ -22,9 +22,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from cutegemm.cute.groups import Groups
 from cutegemm.cute.hopper import grouping
 from cutegemm.cute.hopper.config import HopperConfig
-from cutegemm.cute.hopper.groups import Groups
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.work import Region, Tail, Tile, Work
 from cutegemm.cute.hopper.work_count import narrowed

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from cutegemm.cute.simt.config import SimtConfig
 from cutegemm.cute.simt.registers import is_narrow
+from cutegemm.problem.work import DENSE
 
 if TYPE_CHECKING:
     from cutegemm.problem import Signature
@@ -121,7 +122,7 @@ def listed(signature: Signature) -> tuple[str, ...]:
 
 def splits(text: str, signature: Signature) -> tuple[int, ...]:
     """The splits of K, ascending, that a candidate may have as well as none."""
-    if text in _UNSPLIT:
+    if text in _UNSPLIT or signature.work != DENSE:
         return ()
     tables = (_SPILLS_SPLIT, _SPILLS_SPLIT_NARROW) if is_narrow(signature) else (_SPILLS_SPLIT,)
     if any(signature.majors in table.get(text, ()) for table in tables):

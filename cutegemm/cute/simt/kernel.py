@@ -26,7 +26,7 @@ from cutegemm.cute.launch_config import SLAB_ROWS
 from cutegemm.cute.simt.config import SimtConfig
 from cutegemm.cute.source import aligned
 from cutegemm.cute.warps.copy_ring import CopyRing
-from cutegemm.cute.warps.tile_load import TileLoader, TransposingLoader
+from cutegemm.cute.warps.tile_load import TileLoader, loader_of
 from cutegemm.problem import Signature
 
 LANES_M, LANES_N = 4, 8
@@ -65,18 +65,18 @@ class SimtGemm(Gemm):
 
     def __init__(self, config: SimtConfig, signature: Signature) -> None:
         super().__init__(config, signature)
-        self.a = self._operand(signature.a_major == "k", config.bm, signature.align_a)
-        self.b = self._operand(signature.b_major == "k", config.bn, signature.align_b, self.halves)
+        self.a = self._operand("a", signature.a_major == "k", config.bm, signature.align_a)
+        self.b = self._operand("b", signature.b_major == "k", config.bn, signature.align_b, self.halves)
         self.ring = CopyRing(self.a, self.b, config.stages)
         # The copies of the tile ahead are spread over the first two k-steps, after which fetched values are settled:
         # early, so that their registers are free for most of the tile. They are not skipped at the end of K, where
         # they write zeros: a branch there lets the compiler sink FFMA of one step behind those of the next.
         self.copy_steps = 2
 
-    def _operand(self, k_major: bool, extent: int, align: int, halves: int = 0) -> TileLoader:
-        loader = TransposingLoader if k_major else TileLoader
+    def _operand(self, name: str, k_major: bool, extent: int, align: int, halves: int = 0) -> TileLoader:
+        loader = loader_of(name, self.signature.work, transposes=k_major)
         given = (self.ab_type, extent, self.config.bk, k_major, align, self.config.threads)
-        return loader(*given, halves=halves, thin_by_l1=True)
+        return loader(*given, halves=halves, thin_by_l1=True, work=self.signature.work)
 
     @cute.jit
     def compute_tile(self, a, b, lda, ldb, m, n, k, row, column):
@@ -87,6 +87,7 @@ class SimtGemm(Gemm):
         warp_m, warp_n = warp // config.warps[1], warp % config.warps[1]
 
         memory = cutlass.memory.SmemAllocator().allocate(config.smem_bytes(self.signature), byte_alignment=1024)
+        self.a.find(self.args)
         self.ring.start(memory, a, b, lda, ldb, m, n, k, row, column, tid, self.await_front)
 
         ring_a, ring_b = self.ring.tensors()

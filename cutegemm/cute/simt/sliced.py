@@ -30,7 +30,7 @@ from cutegemm.cute.simt.config import SimtConfig
 from cutegemm.cute.simt.kernel import LANES_M, LANES_N, SimtGemm, outer_product, place_of_lane
 from cutegemm.cute.source import aligned
 from cutegemm.cute.warps.copy_ring import CopyRing
-from cutegemm.cute.warps.tile_load import TileLoader
+from cutegemm.cute.warps.tile_load import TileLoader, loader_of
 from cutegemm.problem import Signature
 
 CHUNK = SimtConfig.CHUNK
@@ -154,15 +154,16 @@ class SlicedSimtGemm(Gemm):
     def __init__(self, config: SimtConfig, signature: Signature) -> None:
         super().__init__(config, signature)
         self.epilogue = SlicedEpilogue(config, signature)
-        self.a = self._operand(signature.a_major == "k", config.bm, signature.align_a)
-        self.b = self._operand(signature.b_major == "k", config.bn, signature.align_b, self.halves)
+        self.a = self._operand("a", signature.a_major == "k", config.bm, signature.align_a)
+        self.b = self._operand("b", signature.b_major == "k", config.bn, signature.align_b, self.halves)
         self.ring = CopyRing(self.a, self.b, config.stages)
         self.rows = Fragments(self.a, config.wm, LANES_M, config)
         self.columns = Fragments(self.b, config.wn, LANES_N, config)
 
-    def _operand(self, k_major: bool, extent: int, align: int, halves: int = 0) -> TileLoader:
+    def _operand(self, name: str, k_major: bool, extent: int, align: int, halves: int = 0) -> TileLoader:
         config, swizzle = self.config, swizzle_of(extent) if k_major else None
-        return TileLoader(self.ab_type, extent, config.bk, k_major, align, config.threads, swizzle, halves)
+        given = self.ab_type, extent, config.bk, k_major, align, config.threads, swizzle, halves
+        return loader_of(name, self.signature.work)(*given, work=self.signature.work)
 
     @cute.jit
     def _place(self, block, tiles_m, tiles_n):
@@ -186,6 +187,7 @@ class SlicedSimtGemm(Gemm):
         warp_m, warp_n = warp_tile // config.warps[1], warp_tile % config.warps[1]
 
         memory = cutlass.memory.SmemAllocator().allocate(config.smem_bytes(self.signature), byte_alignment=1024)
+        self.a.find(self.args)
         self.ring.start(memory, a, b, lda, ldb, m, n, k, row, column, tid, self.await_front)
 
         place = place_of_lane(lane)
@@ -246,8 +248,10 @@ class SlicedSimtGemm(Gemm):
         if cutlass.const_expr(self.parts is None):
             first_row, first_column = row + warp_m * config.wm, column + warp_n * config.wn
             slab = cute.recast_ptr(slabs, dtype=Float32)
+            matrix = self.matrix if self.own is None else self.own.matrix
+            m, n = self.ends()
             first_column, n = self.in_d(first_column), self.in_d(n)
-            self.epilogue.start(slab, self.matrix, first_row, first_column, m, n, 0, lane, self.args)
+            self.epilogue.start(slab, matrix, first_row, first_column, m, n, 0, lane, self.args)
             self.epilogue.store_part(piece)
         else:
             self._leave_part(cute.recast_ptr(memory, dtype=Float32), tid)

@@ -18,6 +18,7 @@ from cutegemm.cute.launch_config import PROGRAMMATIC, SLAB_PAD, SLAB_ROWS, Launc
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import ITEMSIZE, Problem, Signature
 from cutegemm.problem.dtypes import why_not_rounded
+from cutegemm.problem.work import DENSE
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -184,6 +185,8 @@ class TileConfig(LaunchedConfig):
             return f"group is {self.group}; accepted are 1 to 64"
         if not 1 <= self.splits <= self.MOST_SPLITS:
             return f"{self.splits} splits of K; accepted are 1 to {self.MOST_SPLITS}"
+        if self.splits > 1 and signature.work != DENSE:
+            return f"{self.splits} splits of K; a {signature.work} product has its K in one part"
         most = self.MOST_RESIDENT.get((*self.tile(), self.wm, self.wn), 1)
         if not 1 <= self.resident <= most:
             return f"registers for {self.resident} CTAs on an SM; accepted with this tile are 1 to {most}"

@@ -9,9 +9,9 @@ cp.async, all at the same place in their rows:
 Edges cost nothing in the main loop. Beyond M or N a thread re-reads the last valid row or vector (the garbage lands in
 outputs that are never stored). Beyond K a copy ignores its source and writes zeros.
 
-cp.async moves 4, 8 or 16 bytes. Operands whose alignment is only 2 bytes go through registers instead. Rows of
-elements of one byte begin at multiples of 16 bytes and end anywhere: a copy reads what is left of K and writes zeros
-behind it.
+cp.async moves 4, 8 or 16 bytes. Operands whose alignment is only 2 bytes go through registers instead. K-major rows of
+elements of one byte, and of products in groups, begin at multiples of 16 bytes and may end anywhere: a copy reads what
+is left of K and writes zeros behind it.
 
 Of a gated program ("halves") the columns of B are gate's and then up's, half of the limit each. A tile has both for
 every warp: of its wn columns the first half comes from gate, the second from the same columns of up.
@@ -23,9 +23,10 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64
+from cutlass import Float32, Int32, Int64
 
 from cutegemm.cute.warps.config import TRANSPOSE_PAD
+from cutegemm.problem.work import DENSE, RAGGED_K, TABLE
 
 
 class TileLoader:
@@ -42,9 +43,13 @@ class TileLoader:
             CTAs read the same of it, and would wait for one another at the few slices of the L2 that hold it (28 us
             became 16 on an H200 at 27296x16x184 with both row-major; through L1 always, larger products took 1 to 4 %
             longer).
+        work: that of the signature. In groups K may end within a vector, and a ragged one begins anywhere.
     """
 
-    def __init__(self, dtype, extent, bk, k_major, align, threads, swizzle=None, halves=0, thin_by_l1=False):
+    def __init__(
+        self, dtype, extent, bk, k_major, align, threads, swizzle=None, halves=0, thin_by_l1=False, work=DENSE
+    ):  # fmt: skip
+        align = dtype.width // 8 if work == RAGGED_K and k_major else align
         self.halves = halves
         self.dtype = dtype
         self.itemsize = dtype.width // 8
@@ -67,13 +72,18 @@ class TileLoader:
         self.rows_per_pass = threads * self.row_parts // self.vectors_per_row
         self.passes = self.outer * self.inner // (self.vector * threads)
         self.thin_by_l1 = thin_by_l1 and self.bytes == 16
-        if self.itemsize == 1:
+        self.ends_anywhere = work != DENSE
+        self.cuts = self.itemsize == 1 or (self.ends_anywhere and k_major and self.bytes > 2)
+        if self.cuts:
             self.ptx = _cut_copy_instruction(self.bytes)
         else:
             self.ptx = _copy_instruction(self.bytes, extent if self.thin_by_l1 else 0)
 
     def _lanes_per_row(self) -> int:
         return self.threads
+
+    def find(self, args) -> None:
+        """Binds to what a launch's arguments say of the operand's rows. Call it before `start`."""
 
     def start(self, base, leading, first, limit, k, tid) -> None:
         """Binds the loader to a CTA's rows (or columns) `first` .. of an operand with `limit` of them.
@@ -98,8 +108,9 @@ class TileLoader:
         for p in range(self.passes * part // parts, self.passes * (part + 1) // parts):
             source = (tile + self._source_offset(p)).toint()
             target = stage_base + self._shared_offset(p)
-            given = [target, source, self._left(k_tile, p)]
-            if self.thin_by_l1:
+            left = self._left(k_tile, p)
+            given = [target, source, left * self.itemsize if self.cuts else left]
+            if self.thin_by_l1 and not self.cuts:
                 given.append(self.limit)
             cute.arch.inline_ptx(self.ptx, read_only_args=given)
 
@@ -209,7 +220,7 @@ class TransposingLoader(TileLoader):
         for p in range(self.passes):
             source = (tile + self._source_offset(p)).toint()
             loaded = cute.arch.inline_ptx(
-                _load_instruction(self.vector),
+                (_cut_load_instruction if self.ends_anywhere else _load_instruction)(self.vector),
                 write_only_types=[Float32] * self.vector,
                 read_only_args=[source, self._left(k_tile, p)],
             )
@@ -235,6 +246,47 @@ class TransposingLoader(TileLoader):
         return (self.extent + self.PAD) * self.bk * self.itemsize
 
 
+class _Gathering(TileLoader):
+    """Brings the rows of a K-major operand that an index names; zeros for an entry that names none."""
+
+    def find(self, args) -> None:
+        """Binds to the index and to the number of rows of the operand."""
+        self.index, self.rows = args.index, args.index_rows
+
+    def start(self, base, leading, first, limit, k, tid) -> None:
+        super().start(base, leading, first, limit, k, tid)
+        # Of each row that this thread copies the number, -1 for none.
+        self.taken = cute.make_rmem_tensor(-(-self.passes // self.row_parts), Int32)
+        for p in range(0, self.passes, self.row_parts):
+            place = cutlass.min(first + self._place(p)[0], limit - 1)
+            number = cute.make_tensor(self.index + place, cute.make_layout(1))[0]
+            named = (number >= 0) & (number < self.rows)
+            self.taken[p // self.row_parts] = Int32(cutlass.select_(named, number, Int32(-1)))
+
+    def _source_offset(self, p):
+        number = cutlass.max(self.taken[p // self.row_parts], Int32(0))
+        return Int64(number) * self.leading + Int64(self._place(p)[1])
+
+    def _left(self, k_tile, p):
+        left = super()._left(k_tile, p)
+        return Int32(cutlass.select_(self.taken[p // self.row_parts] < 0, Int32(0), left))
+
+
+class GatheringLoader(_Gathering, TileLoader):
+    """`TileLoader` of rows that an index names."""
+
+
+class GatheringTransposer(_Gathering, TransposingLoader):
+    """`TransposingLoader` of rows that an index names."""
+
+
+def loader_of(operand: str, work: str, transposes: bool = False) -> type[TileLoader]:
+    """The class of the loader of operand "a" or "b"; rows that an index names lie along K."""
+    if TABLE[work].indexed == operand == "a":
+        return GatheringTransposer if transposes else GatheringLoader
+    return TransposingLoader if transposes else TileLoader
+
+
 class PartLoader(TileLoader):
     """Copies tiles of an operand that is split into `count` parts (`cute.operand_parts`), each a K-major matrix.
 
@@ -246,7 +298,7 @@ class PartLoader(TileLoader):
         super().__init__(*args)
         self.count, self.ptx = count, _cut_copy_instruction(self.bytes)
 
-    def find(self, distance) -> None:
+    def lie_apart(self, distance) -> None:
         """Binds to the operand's parts, which lie `distance` elements (Int64) apart. Call it before `start`."""
         self.distance = distance
 
@@ -319,3 +371,20 @@ def _load_instruction(vector: int) -> str:
     zeros = " ".join(f"mov.f32 {output}, 0f00000000;" for output in outputs)
     kind = f"v{vector}.f32 {{{', '.join(outputs)}}}" if vector > 1 else f"f32 {outputs[0]}"
     return f"{{ .reg .pred valid; setp.gt.s32 valid, {{$r1}}, 0; {zeros} @valid ld.global.{kind}, [{{$r0}}]; }}"
+
+
+def _cut_load_instruction(vector: int) -> str:
+    """The same where K may end within a vector: it reads nothing behind the end of K, and gives zeros for it."""
+    if vector == 1:
+        return _load_instruction(vector)
+    outputs = [f"{{$w{i}}}" for i in range(vector)]
+    zeros = " ".join(f"mov.f32 {output}, 0f00000000;" for output in outputs)
+    some = " ".join(
+        f"setp.gt.s32 one, part, {i}; @one ld.global.f32 {output}, [{{$r0}} + {4 * i}];"
+        for i, output in enumerate(outputs)
+    )
+    return (
+        f"{{ .reg .pred full, one; .reg .s32 part; setp.ge.s32 full, {{$r1}}, {vector}; "
+        f"selp.s32 part, 0, {{$r1}}, full; {zeros} "
+        f"@full ld.global.v{vector}.f32 {{{', '.join(outputs)}}}, [{{$r0}}]; {some} }}"
+    )

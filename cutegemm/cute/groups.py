@@ -3,7 +3,8 @@
 Works are numbered group by group. A warp looks at 32 groups at a time, a group a lane: it loads their ends, makes them
 ascend (below), and sums up how many works they have. The works of a role come in ascending order, so that the 32 groups
 in its registers are nearly always those of its next work too: one ballot then finds the group, three shuffles tell the
-lanes about it. The number of all works is summed once, when a CTA begins.
+lanes about it. The number of all works is summed once, when a CTA begins. A warp that has one work alone finds it
+without (`find_alone`).
 
 Ends that descend, and ends outside of the array, are no reason to touch anything else: an end counts as at least that
 of the group before it, and as at most the array's extent. Counts of rows (masked works) count as 0 to all rows.
@@ -108,6 +109,30 @@ class Groups:
         if cutlass.const_expr(self.counts):
             found_begin = Int32(0)
         return base + place, found_begin, found_end, first
+
+    @cute.jit
+    def find_alone(self, number):
+        """(group, where it begins, where it ends, its first work, whether there is one) of work `number`, for a warp
+        that asks once. Without a work the other numbers mean nothing.
+        """
+        base, before, last = Int32(0), Int32(0), Int32(0)
+        begin, end = self._load(base, last)
+        own = self._count(base, begin, end)
+        upto = self._upto(own)
+        total = cute.arch.shuffle_sync(upto, LANES - 1)
+        while (total <= number) & (base + LANES < self.groups):
+            last = cute.arch.shuffle_sync(end, LANES - 1)
+            base, before = base + LANES, total
+            begin, end = self._load(base, last)
+            own = self._count(base, begin, end)
+            upto = self._upto(own) + before
+            total = cute.arch.shuffle_sync(upto, LANES - 1)
+        exists = total > number
+        place = cutlass.min(cute.arch.popc(cute.arch.vote_ballot_sync(upto <= number)), Int32(LANES - 1))
+        first = cute.arch.shuffle_sync(upto - own, place)
+        return (
+            base + place, cute.arch.shuffle_sync(begin, place), cute.arch.shuffle_sync(end, place), first, exists
+        )  # fmt: skip
 
     @cute.jit
     def _count(self, base, begin, end):

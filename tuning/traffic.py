@@ -1,9 +1,10 @@
 """Counts what kernels read and write, and how long they take at full clock, with NVIDIA's Nsight Compute.
 
-Large products run at the card's power limit, where bytes moved are time (docs/grouped.md#tall-bands-of-tiles). A timing
-says how long such a kernel takes, its counters say why. For each product the kernels of torch, of `cutegemm` as it
-chooses, and of each configuration named with `--config` are launched once, after another kernel has filled the L2
-cache; `ncu` replays them with the clocks as they are. A launch alone is too short for the power limit to slow it down.
+Large products run at the card's power limit, where bytes moved are time (docs/grouped_measured.md#tall-bands-of-
+tiles). A timing says how long such a kernel takes, its counters say why. For each product the kernels of torch, of
+`cutegemm` as it chooses, and of each configuration named with `--config` are launched once, after another kernel
+has filled the L2 cache; `ncu` replays them with the clocks as they are. A launch alone is too short for the power
+limit to slow it down.
 
 Run in a child process under `ncu`, which must be on the PATH and allowed to read the GPU's counters.
 """

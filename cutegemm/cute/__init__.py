@@ -237,16 +237,26 @@ def _work_refused(family: str, signature: Signature) -> str | None:
 
 
 def _division_refused(signature: Signature) -> str | None:
-    """None, or why no kernel loads the operand that groups divide: TMA and vectors begin at a multiple of 16 bytes of
+    """None, or why no kernel loads an operand that groups divide: TMA and vectors begin at a multiple of 16 bytes of
     its contiguous rows, and a group anywhere. Calls copy such operands first (`problem.packing`).
     """
+    majors = {"a": signature.a_major, "b": signature.b_major}
+    if signature.work == work.RAGGED_K and ITEMSIZE[signature.dtype] == 1:
+        return (
+            f"tensor cores read {signature.dtype} along K, whose rows are contiguous, and a group begins at no "
+            "multiple of 16 bytes of them; accepted are operands of 16 bits"
+        )
+    if signature.work == work.RAGGED_K and "k" in majors.values():
+        along = next(name.upper() for name, major in majors.items() if major == "k")
+        return (
+            f"{along} is K-major: loads cannot begin at any k of a contiguous row; accepted are an M-major A and an "
+            "N-major B, for example x.t() and dy of row-major x and dy"
+        )
     divided = work.TABLE[signature.work].divided
-    major = signature.b_major if divided == "b" else signature.a_major
-    if divided is None or major == "k":
+    if divided is None or majors[divided] == "k":
         return None
-    return (
-        f"{divided.upper()} is {major.upper()}-major: loads cannot begin at any of its rows; accepted is a K-major one"
-    )
+    major = majors[divided].upper()
+    return f"{divided.upper()} is {major}-major: loads cannot begin at any of its rows; accepted is a K-major one"
 
 
 @functools.lru_cache(maxsize=4096)

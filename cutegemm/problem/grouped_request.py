@@ -293,8 +293,8 @@ def describe(
         matrix_a, matrix_b = packing.operands(a, b, *seen, copies)
     else:
         matrix_a, matrix_b = (
-            packing.divided(name, tensor, request.matrix_of(tensor, rows, cols), copies)
-            if name == WORKS[sizes.work].divided
+            packing.divided(name, tensor, request.matrix_of(tensor, rows, cols), copies, sizes.work)
+            if sizes.work == RAGGED_K or name == WORKS[sizes.work].divided
             else request.operand_of(name, tensor, rows, cols, copies)
             for name, tensor, rows, cols in (("a", a, a.shape[-2], sizes.k), ("b", b, sizes.k, sizes.n))
         )

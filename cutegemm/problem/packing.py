@@ -6,7 +6,7 @@ that nothing reads what lies behind it.
 
 Divided by groups: a box of TMA begins at a multiple of 16 bytes of a contiguous row, elsewhere the GPU stops with an
 illegal instruction; and a group begins anywhere. So an operand whose rows (or B's columns) groups divide is copied
-where these are contiguous in memory.
+where these are contiguous in memory. With groups of K an operand that lies along K is copied so that it lies across.
 
 Rows of A that an index names are copied into their order where `gathers_first` says that this is faster.
 """
@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import torch
 
-from cutegemm.problem.operand import Matrix
+from cutegemm.problem.operand import Matrix, alignment
+from cutegemm.problem.work import DENSE, RAGGED_K
+from cutegemm.problem.work import TABLE as WORKS
 
 STEP = 16
 """Bytes that the distance of packed rows is a multiple of."""
 GATHERED_ROWS, GATHERED_COLUMNS, GATHERED_BYTES = 256, 8192, 2
 """The least rows a group, the least columns of the product, and the bytes of an element, for which rows that an index
-names are copied into their order first (docs/grouped.md#gathering-in-a-pass-of-its-own)."""
+names are copied into their order first (docs/grouped_measured.md#gathering-in-a-pass-of-its-own)."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -64,17 +66,21 @@ def _padded(k: int, itemsize: int) -> int:
     return -(-max(k, 1) // step) * step
 
 
-def divided(name: str, tensor: torch.Tensor, matrix: Matrix, copies: list[tuple[str, str]]) -> Matrix:
-    """How kernels see operand "a" or "b" of more than a byte whose rows, of B columns, groups divide; names in `copies`
-    what must be packed for that. `matrix` is how it lies.
+def divided(name: str, tensor: torch.Tensor, matrix: Matrix, copies: list[tuple[str, str]], work: str) -> Matrix:
+    """How kernels see operand "a" or "b" of more than a byte in a work of groups; names in `copies` what must be packed
+    for that. `matrix` is how it lies.
     """
-    seen = matrix if name == "a" else matrix.transposed()
+    turned = (name == "a") == (work == RAGGED_K)  # its rows in memory are the columns of `matrix`
+    seen = matrix.transposed() if turned else matrix
     if seen.stride_col == 1:
         return matrix
-    why = f"strides {tuple(tensor.stride())}: groups begin anywhere, TMA at multiples of 16 bytes of contiguous rows"
+    why = f"strides {tuple(tensor.stride())}: groups begin anywhere, loads at multiples of 16 bytes of contiguous rows"
     copies.append((name, why))
     found = _rows(tensor, seen.rows, seen.cols)
-    return found if name == "a" else found.transposed()
+    if work == RAGGED_K:  # kernels that load whole vectors may not read what pads its rows
+        align = alignment(0, tensor.element_size(), seen.cols)
+        found = found._replace(align=align, begins=STEP if align < STEP else 0)
+    return found.transposed() if turned else found
 
 
 def gathers_first(a_rows: int, rows: int, groups: int, columns: int, itemsize: int) -> bool:
@@ -101,20 +107,21 @@ def in_order(a: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return made.index_select(0, index.clamp(-1, count).remainder(count + 1))[:, :k]
 
 
-def packed(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of operand "a" or "b" as `operands` and `divided` describe it: K contiguous, rows padded to a multiple of
-    `STEP` bytes.
+def packed(name: str, tensor: torch.Tensor, along_k: bool = True) -> torch.Tensor:
+    """A copy of operand "a" or "b" as `operands` and `divided` describe it: K contiguous, or what crosses it, in rows
+    that are padded to a multiple of `STEP` bytes.
     """
+    turned = (name == "a") != along_k
     bits = tensor.detach().view(_BITS[tensor.element_size()])
-    bits = bits if name == "a" else bits.transpose(-1, -2)
+    bits = bits.transpose(-1, -2) if turned else bits
     k = bits.shape[-1]
     made = torch.empty((*bits.shape[:-1], _padded(k, bits.element_size())), dtype=bits.dtype, device=bits.device)
     found = made[..., :k].copy_(bits).view(tensor.dtype)
-    return found if name == "a" else found.transpose(-1, -2)
+    return found.transpose(-1, -2) if turned else found
 
 
-def copied(name: str, tensor: torch.Tensor, *, along_k: bool = False) -> torch.Tensor:
-    """The copy of operand "a" or "b" that a request with it among its copies stands for. along_k: it is one that
-    `divided` describes.
-    """
-    return packed(name, tensor) if along_k or tensor.element_size() == 1 else tensor.contiguous()
+def copied(name: str, tensor: torch.Tensor, work: str = DENSE) -> torch.Tensor:
+    """The copy of operand "a" or "b" that a request of that work with it among its copies stands for."""
+    if tensor.element_size() == 1 or WORKS[work].divided == name:
+        return packed(name, tensor)
+    return packed(name, tensor, along_k=False) if work == RAGGED_K else tensor.contiguous()

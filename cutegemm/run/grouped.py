@@ -19,7 +19,7 @@ from cutegemm.problem.program.graph import Program
 from cutegemm.problem.program_request import ProgramRequest, Results
 from cutegemm.problem.work import GATHERED, SCATTERED, Work
 from cutegemm.problem.work import TABLE as WORKS
-from cutegemm.run import call, fused
+from cutegemm.run import call, fused, preparing
 from cutegemm.run.environment import is_on
 from cutegemm.run.how import How
 from cutegemm.run.reductions import Reductions
@@ -103,9 +103,9 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
         if asked.gathers:
             a = packing.in_order(a, arrays[1])
         elif "a" in copied:
-            a = packing.copied("a", a, along_k=work.divided == "a")
+            a = packing.copied("a", a, problem.work)
         if "b" in copied:
-            b = packing.copied("b", b, along_k=work.divided == "b")
+            b = packing.copied("b", b, problem.work)
         outs = tuple(
             make(shape, dtype=dtype, device=asked.device) if own is None
             else torch.empty(shape, dtype=dtype, device=asked.device).copy_(own) if number in temporaries
@@ -194,7 +194,7 @@ def _cuda_core(plan: Plan, asked: ProgramRequest) -> Core:
     assert plan.kernel is not None
     index = asked.device.index
     with current_device(asked.device):
-        launch = plan.kernel.bind(plan.problem)
+        launch = preparing.bind(plan)
     current_stream, ours = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     reductions = Reductions(plan.problem, plan.choice.config)
 
@@ -218,6 +218,7 @@ def _emulated_core(plan: Plan, asked: ProgramRequest) -> Core:
     reductions = Reductions(plan.problem, plan.choice.config)
 
     def core(a: Any, b: Any, operands: Sequence[Any], outs: Any, arrays: Arrays, kept: bool) -> None:
+        a, b = preparing.emulate(plan, a, b)
         inputs = {"a": a, "b": b, **dict(zip(names, arrays, strict=True))}
         results = reductions.partials(outs)
         for number, *_ in reductions.rows:

@@ -6,6 +6,7 @@ import pytest
 
 from cutegemm import backend, ops
 from cutegemm.choice import plan
+from cutegemm.cute import FAMILIES
 from cutegemm.cute.hopper import candidates
 from cutegemm.hardware import arch
 from cutegemm.problem import Problem
@@ -80,6 +81,36 @@ def test_no_candidate_that_fits_a_group_spills(program, work, majors):
             kernel = CUTE.build(problem.signature, chosen, HOPPER)
             assert not spilled(kernel.cubin)
             assert overlaps(kernel.cubin)
+
+
+OF_GRADIENTS = (
+    "def epilogue(acc, x0: fp32[M, 1], x1: bf16[M, N], x2: bf16[M, N]) -> (bf16, bf16, fp32): t0 = sigmoid(x1); "
+    "t1 = t0 * x1; t2 = acc * x0; return (t1 * (1.0 - t0) + t0) * (t2 * x2), t1 * t2, row_sum(t1 * x2 * acc)"
+)
+
+
+@pytest.mark.parametrize("work", ["ragged_m", "masked"])
+def test_matrix_operands_in_groups_travel_through_the_ring(work):
+    """Of the choice for the gradients of gate and up, which `moe` has."""
+    aligns = Epilogue(custom=simplified(parse(OF_GRADIENTS)), aligns=(16,) * 3)
+    problem = Problem.of(8192, 14336, 4096, majors="tt", batch=8, work=work, epilogue=aligns)
+    chosen = plan.choose(problem, arch.get("H200"), "cute").config
+    assert len(chosen.through_ring(problem.signature).operands) == 2
+    kernel = CUTE.build(problem.signature, chosen, arch.get("H200"))
+    assert not spilled(kernel.cubin)
+    assert overlaps(kernel.cubin)
+
+
+@pytest.mark.parametrize("work", ["ragged_m", "ragged_n", "ragged_k", "masked", "gathered_m", "scattered_m"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.product(keep=3)
+def test_candidates_without_tma_find_their_group_in_few_registers(work, dtype):
+    """A CTA keeps the tile that it has found; as many bytes are spilled at most as by dense kernels with a program."""
+    problem = Problem.of(4096, 4096, 4096, dtype, majors="nt" if work == "ragged_k" else "tn", batch=8, work=work)
+    family = "sm80" if dtype == "bf16" else "simt"
+    for chosen in (CUTE.parse(text) for text in FAMILIES[family].candidates(problem.signature)):
+        if CUTE.check(chosen, problem, arch.get("A100")) is None:
+            assert spilled(CUTE.build(problem.signature, chosen, arch.get("A100")).cubin) <= 32, chosen
 
 
 def scaled(work: str, recipe: str) -> Epilogue:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import random
+import re
 
 import pytest
 import torch
 
 import cutegemm
 from cutegemm import ops
+from cutegemm.choice import prepared
 from cutegemm.errors import UnsupportedError
 from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, SCATTERED
 from tests.groups import SKEWS, WORKS, GroupCase, sizes_of
@@ -113,20 +116,31 @@ def test_nothing_to_sum_and_rows_of_nothing(seed):
     case.run(backend="cute", config=MMA)
 
 
-@pytest.mark.parametrize(
-    ("case", "reason"),
-    [
-        (GroupCase.random(RAGGED_K, [70, 0, 3, 47], 72, 72, 0, majors="tn"), "A is K-major: TMA cannot end a ragged K"),
-        (GroupCase.random(RAGGED_M, [70, 0, 3, 47], 0, 75, 43, majors="tt"), "TMA cannot load A"),
-    ],
-    ids=["K-major", "unaligned"],
-)
-def test_what_tma_cannot_load_goes_to_mma_sync(case, reason, capsys):
+def test_what_tma_cannot_load_goes_to_mma_sync_or_is_packed(capsys, monkeypatch):
+    case = GroupCase.random(RAGGED_M, [70, 0, 3, 47], 0, 75, 43, majors="tt")
     cutegemm.explain(case.a, case.b, backend="cute", **case.given)
     told = capsys.readouterr().out
-    assert f"not sm90, because {reason}" in told
+    assert "not sm90, because TMA cannot load A" in told
     assert "configuration  sm80/" in told
     case.run(backend="cute")
+    monkeypatch.setattr(prepared, "GAIN", math.inf)
+    for work in WORKS:
+        case = GroupCase.random(work, [9, 0, 30, 4], 45, 75, 43, majors="tn" if work == RAGGED_N else "nt")
+        cutegemm.explain(case.a, case.b, backend="cute", **case.given)
+        told = capsys.readouterr().out
+        assert "prepared first: b  pack into" in told
+        assert re.search(r"configuration +sm90/", told)
+        case.run(backend="cute")
+
+
+def test_operands_that_lie_along_a_ragged_k_are_copied_across(capsys, seed):
+    for majors, names in (("tn", ["A", "B"]), ("nn", ["B"]), ("tt", ["A"]), ("nt", [])):
+        case = GroupCase.random(RAGGED_K, [7, 0, 33, 1], 40, 24, 0, majors=majors, tail=3, seed=seed)
+        cutegemm.explain(case.a, case.b, backend="cute", **case.given)
+        told = capsys.readouterr().out
+        assert [name for name in "AB" if f"copied first: {name.lower()}" in told] == names
+        case.run(backend="cute", config="sm90/64x32x64/coop1/c1x1/s2/row")
+        case.run(backend="cute", config=MMA)
 
 
 def test_older_gpus_compute_groups(monkeypatch, capsys):
@@ -145,7 +159,7 @@ def test_older_gpus_compute_groups(monkeypatch, capsys):
     ("work", "dtype", "config", "reason"),
     [
         (RAGGED_M, "bf16", f"{MMA}/k2", "2 splits of K; a ragged_m product has its K in one part"),
-        (RAGGED_K, "int8", "sm80/32x32x128/w16x16/s3/g8", "where a group begins at no multiple of 16 bytes"),
+        (RAGGED_K, "int8", "sm80/32x32x128/w16x16/s3/g8", "and a group begins at no multiple of 16 bytes"),
         (MASKED, "fp32", "simt/64x64x16/w32x64/s3/g8/k3", "3 splits of K; a masked product"),
         (RAGGED_M, "fp32", "vector/1x32x128/w1x8/s2/g1", "vector computes dense products; this one is ragged_m"),
     ],

@@ -161,6 +161,6 @@ def test_what_lies_behind_a_gathered_row_is_not_read(kind, config, seed):
 
 def test_what_no_kernel_serves_is_refused_with_the_reason():
     case = GroupCase.random(RAGGED_K, [70, 0, 3, 47], 72, 72, 0, "e4m3", recipes=("rows", "rows"))
-    with pytest.raises(UnsupportedError, match=r"takes e4m3 along K, where a group begins at no multiple of 16 bytes"):
+    with pytest.raises(UnsupportedError, match=r"tensor cores read e4m3 along K, .* at no multiple of 16 bytes"):
         case.run(backend="cute")
     case.run()  # by torch

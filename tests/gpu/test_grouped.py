@@ -91,6 +91,8 @@ def test_reduced_results(work, config, seed):
             pytest.skip("gathered rows take fewer of these; refused by the configuration's rule")
         if "/fit" in config and work not in ROWS:
             pytest.skip("fit divides rows of groups; refused by the configuration's rule")
+        if work == RAGGED_N:  # whose results go through slabs, which take registers
+            config = config.replace("128x256", "128x192")
     rng = random.Random(seed)
     for skew in SKEWS:
         sizes = sizes_of(skew, 33, 1500, rng)

@@ -19,7 +19,7 @@ def config(problem):
 
 
 def test_large_groups_take_stream_k_in_tall_bands():
-    """docs/grouped.md#tall-bands-of-tiles"""
+    """docs/grouped_measured.md#tall-bands-of-tiles"""
     problem = Problem.of(8192, 4096, 14336, "bf16", batch=8, work="ragged_m")
     assert str(config(problem)) == "sm90/128x256x64/coop2/c1x2/s4/serp16/zig/streamk/pdl"
 
@@ -34,7 +34,7 @@ def test_large_groups_take_stream_k_in_tall_bands():
     ],
 )
 def test_groups_of_some_hundred_rows_take_tiles_that_fit_them(rows, groups, n, k, work, tile):
-    """docs/grouped.md#tiles-that-fit-a-group"""
+    """docs/grouped_measured.md#tiles-that-fit-a-group"""
     found = config(Problem.of(rows, n, k, "bf16", batch=groups, work=work))
     assert str(found).startswith(f"sm90/{tile}/s4/serp8/swap/zig/")
     assert found.fits

@@ -38,7 +38,7 @@ def test_operands_that_groups_divide_are_seen_along_k(work, name, dtype):
             assert (name in asked.copied) == (not along_k)
         if name in asked.copied:
             given, matrix = (a, asked.problem.a) if name == "a" else (b, asked.problem.b)
-            copy = packing.copied(name, given, along_k=True)
+            copy = packing.copied(name, given, work)
             assert torch.equal(copy.nan_to_num(7), given.nan_to_num(7))
             assert copy.stride()[-2:] == (matrix.stride_row, matrix.stride_col)
             assert matrix.leading * copy.element_size() % 16 == 0
@@ -111,7 +111,9 @@ def test_the_pass_gives_the_rows_that_are_named(majors, k, seed, monkeypatch):
 
 def test_kernels_refuse_groups_within_contiguous_rows():
     config, arch = "sm90/128x64x64/coop2/c1x1/s3/row", arch_table.get("H200")
-    for work, majors, said in ((RAGGED_M, "nt", "A is M-major"), (RAGGED_N, "tt", "B is N-major")):
+    for work, majors, said in (
+        (RAGGED_M, "nt", "A is M-major"), (RAGGED_N, "tt", "B is N-major"), (RAGGED_K, "nn", "B is K-major")
+    ):  # fmt: skip
         problem = Problem.of(64, 64, 64, "bf16", majors=majors, batch=4, work=work)
         assert said in backend.get("cute").check(backend.get("cute").parse(config), problem, arch)
         with pytest.raises(ValueError, match=said):

@@ -16,7 +16,7 @@ from cutegemm.choice.plan import Plan
 from cutegemm.errors import UnsupportedError
 from cutegemm.hardware import arch
 from cutegemm.problem import ITEMSIZE, Problem, request
-from cutegemm.problem.work import DENSE
+from cutegemm.problem.work import DENSE, RAGGED_K
 from cutegemm.problem.work import TABLE as WORKS
 from cutegemm.run import call, runner
 from cutegemm.winners import reader
@@ -192,9 +192,10 @@ def test_host_code_in_cpp_leaves_packed_operands_to_python():
     assert asked.launch(plain._replace(preparations=tuple((each, None) for each in preparations))) is None
 
 
-def test_groups_are_left_alone():
-    """Their calls have no step in front of the product."""
-    for name in (name for name in WORKS if name != DENSE):
-        odd = Problem.of(4095, 4097, 4099, batch=4, work=name)
-        assert prepared.choose(replace(odd, work=DENSE), H200).preparations
-        assert prepared.backends.get("cute").prepared(odd, H200) is None
+@pytest.mark.parametrize("work", [name for name in WORKS if name != DENSE])
+def test_operands_of_groups_are_packed(work):
+    odd = Problem.of(4095, 4097, 4099, batch=4, work=work, majors="nt" if work == RAGGED_K else "tn")
+    found = prepared.choose(odd, H200)
+    assert [each.operand for each in found.preparations] == ["a", "b"]
+    assert [each.matrices for each in found.preparations] == [WORKS[work].matrices(name, 4) for name in "ab"]
+    assert found.choice.config.family == "sm90"

@@ -14,7 +14,7 @@ from cutegemm.problem import ITEMSIZE, Kind, Problem, Signature
 from cutegemm.problem.dtypes import kind_names, why_not_taken
 from cutegemm.problem.parts import TABLE as SPLIT
 from cutegemm.problem.program.graph import SCALE_K
-from cutegemm.problem.work import DENSE, RAGGED_K
+from cutegemm.problem.work import DENSE
 
 FP8: tuple[Kind, ...] = (("e4m3", "ieee"), ("e4m3", "fast"), ("e5m2", "ieee"), ("e5m2", "fast"))
 TAKES: tuple[Kind, ...] = (("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "tf32"), ("int8", "ieee"), *SPLIT, *FP8)
@@ -51,8 +51,6 @@ class AmpereConfig(TileConfig):
             return refused
         if refused := _why_bytes_refused(signature, arch):
             return refused
-        if signature.work == RAGGED_K and ITEMSIZE[signature.dtype] == 1:
-            return f"mma.sync takes {signature.dtype} along K, where a group begins at no multiple of 16 bytes"
         if signature.work != DENSE and signature.parts is not None:
             return f"operands are split into parts for dense products; this one is {signature.work}"
         common = self._why_common_invalid(signature)

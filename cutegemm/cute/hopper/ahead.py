@@ -19,6 +19,7 @@ from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from cutegemm.cute import operand_parts, types
+from cutegemm.cute.hopper import clip
 from cutegemm.cute.hopper.ahead_plan import Plan
 from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.cute.hopper.memory import SharedMemory
@@ -83,7 +84,7 @@ class Ahead:
             0,
             cute.make_layout(1),
             cute.group_modes(cute.make_tensor(pointer, places), 0, 2),
-            cute.group_modes(cute.local_tile(tensor, store.box(), (None, None, None)), 0, 2),
+            cute.group_modes(clip.boxes(tensor, store.box(), store.clipped), 0, 2),
         )
         return atom, shared, source
 
@@ -133,9 +134,9 @@ class Ahead:
             matrix = Int32(0)
             if given.batched:
                 matrix = source_matrix(region.matrix, getattr(self.args, f"{given.name}_batch"))
-            row, column = self.store.place_of(step, region)[1:]
+            row, column = self.store.place_of(step, region)
             if given.period:
-                column = column % (given.period // self.store.box()[1])
+                column = column % (given.period if self.store.clipped else given.period // self.store.box()[1])
             cute.copy(atom, source[None, row, column, matrix], shared[None, first + sharer, stage], tma_bar_ptr=barrier)
 
     # -- consumer ---------------------------------------------------------------------------------------------------

@@ -18,12 +18,15 @@ from cutegemm.cute import operand_parts
 from cutegemm.cute.hopper.validity import BLOCK_ROWS
 from cutegemm.problem import ITEMSIZE
 from cutegemm.problem.program.graph import Input
-from cutegemm.problem.work import DENSE
+from cutegemm.problem.work import DENSE, MASKED, RAGGED_K, RAGGED_M
 
 if TYPE_CHECKING:
     from cutegemm.cute.hopper.config import HopperConfig
     from cutegemm.problem import Signature
 
+WORKS = (DENSE, RAGGED_M, RAGGED_K, MASKED)
+"""Names of `problem.work` whose kernels load operands so. Boxes begin at any row, but not at any column, and where rows
+are gathered the producer does other things."""
 SWIZZLED = 1024
 """Bytes after which the widest swizzle repeats: boxes begin at their multiples."""
 PING_PONG_FROM = 160
@@ -81,7 +84,9 @@ def plan(config: HopperConfig, signature: Signature) -> Plan | None:
     of blocks of K no operand is taken: the warps that copy the scales know k tiles only.
     """
     size, lessons = ITEMSIZE[signature.out_dtype], config.solo or "fat" in config.options
-    if config.parts > 1 or config.stream_k or lessons or signature.work != DENSE or size not in (2, 4):
+    if config.parts > 1 or config.stream_k or config.fits or lessons or size not in (2, 4):
+        return None
+    if signature.work not in WORKS:
         return None
     if signature.epilogue.program.block_scales:
         return None

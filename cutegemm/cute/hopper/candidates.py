@@ -47,10 +47,16 @@ SMALL_RESULT, LONG_SUM = 1 << 22, 8192
 _STREAMED = ("sm90/128x256x64/coop2/c1x2/s4/serp16/zig/streamk/pdl",)
 """In the shortlists of groups of `STREAMED_ROWS` rows and more too: tiles left over behind whole waves are cut along K,
 and bands of sixteen tiles hold all rows of most groups, whose weights are then read once
-(docs/grouped.md#tall-bands-of-tiles)."""
+(docs/grouped_measured.md#tall-bands-of-tiles)."""
 _BANDED = ("sm90/128x256x64/coop2/c1x2/s4/serp16/zig/pdl",)
 """Compared for programs of gate and up besides: the same in whole tiles. On an H200 it took 0.97 to 1.01 of the time of
-`_STREAMED` for experts with 3072 to 28672 columns of gate and up (docs/grouped.md#gathering-in-a-pass-of-its-own)."""
+`_STREAMED` for experts with 3072 to 28672 columns of gate and up
+(docs/grouped_measured.md#gathering-in-a-pass-of-its-own)."""
+_RINGED = ("sm90/128x192x64/coop2/c1x2/s4/serp8/zig/pdl",)
+"""Compared for groups of `RINGED_ROWS` rows and more whose program has several matrix operands: these travel through
+the ring, and results are stored by TMA. In ping-pong, which such tiles of the shortlists have, slabs store them
+(docs/grouped.md#matrix-operands)."""
+RINGED_ROWS = 64
 FITTED_ROWS: Mapping[int, tuple[str, ...]] = {
     64: ("sm90/256x96x64/coop2/c2x1/s4/serp8/swap/zig/fit/pdl",),
     128: ("sm90/256x176x64/coop2/c2x1/s4/serp8/swap/zig/streamk/fit/pdl",),
@@ -61,7 +67,7 @@ FITTED_ROWS: Mapping[int, tuple[str, ...]] = {
     512: ("sm90/256x160x64/coop2/c1x2/s4/serp8/swap/zig/streamk/fit/pdl",),
 }
 """In the shortlists of groups of so many rows, rounded up to a power of two: tiles that divide a group evenly
-(docs/grouped.md#tiles-that-fit-a-group)."""
+(docs/grouped_measured.md#tiles-that-fit-a-group)."""
 STREAMED_ROWS, LARGE_TILE = 256, 128 * 224
 """Rows of a group, rounded up to a power of two. In groups of `LARGE_GROUP` rows cooperative tiles of so many elements
 are not compared otherwise: they took longer on an H200 than `_STREAMED`, where the model expects the opposite."""
@@ -82,6 +88,8 @@ us with tiles of 128x64, where the model expected 21.4. On 23 November, with the
 fewer rows or columns most other tiles would be mostly empty."""
 COUNTED_WORKS = (*ROWS, RAGGED_N, MASKED)
 """Works of which nobody can know on the host how many tiles there are."""
+RINGED_WORKS = (RAGGED_M, MASKED)
+"""Works of groups of rows whose kernels load matrix operands of the epilogue through the ring (`ahead_plan`)."""
 STREAMED_WORKS = (RAGGED_M, SCATTERED)
 """Works of which `_STREAMED` computes groups of many rows, and `FITTED_ROWS` those of fewer, too."""
 NUMBERS = tuple(range(2, 33))
@@ -96,7 +104,7 @@ MOST_STAGES = 16
 @functools.lru_cache(maxsize=64)
 def _with_shortlists(signature: Signature) -> tuple[str, ...]:
     """The candidates with shortlists, as they serve a signature."""
-    texts = (*shortlists.configurations(), *_ROW_BY_ROW, *_IN_PARTS, *_STREAMED, *_BANDED)
+    texts = (*shortlists.configurations(), *_ROW_BY_ROW, *_IN_PARTS, *_STREAMED, *_BANDED, *_RINGED)
     texts += _fitted(signature, [text for each in FITTED_ROWS.values() for text in each])
     return tuple(dict.fromkeys(_served(text, signature) for text in texts))
 
@@ -230,6 +238,8 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
     if signature.work in STREAMED_WORKS and m >= STREAMED_ROWS:
         found += ((text, False) for text in (*_STREAMED, *(_BANDED if signature.epilogue.gating else ())))
     found += ((text, False) for text in _fitted(signature, FITTED_ROWS.get(m, ())))
+    if signature.work in RINGED_WORKS and m >= RINGED_ROWS and len(signature.epilogue.matrices) > 1:
+        found += ((text, False) for text in _RINGED)
     found += beside_cells(m, n, k, batch)
     if signature.epilogue.gating and m < UNSWAPPED_ROWS:
         # Few of the swapped tiles, which fill the shortlists of few rows, can hold gate and up.

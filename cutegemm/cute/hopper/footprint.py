@@ -15,6 +15,7 @@ from cutegemm.cute.hopper.config import BLOCK_ROWS
 from cutegemm.cute.tile_order import HILBERT_LEVELS
 from cutegemm.hardware.arch import LINE
 from cutegemm.problem import ITEMSIZE
+from cutegemm.problem.work import DENSE
 
 if TYPE_CHECKING:
     from cutegemm.cute.hopper.config import HopperConfig
@@ -33,6 +34,9 @@ _FAMILIES = {
     "float16": SM90, "bfloat16": SM90, "tfloat32": SM90_TF32, "float8": SM90_FP8, "int8": SM90_INT8,
 }  # fmt: skip
 """By arithmetic unit."""
+SLABS = 3
+"""How much longer several matrix operands take in groups where slabs store the results, than the model says of operands
+that are waited for: read off times on an H200 (docs/grouped.md#matrix-operands)."""
 OTHERS_WAIT = 0.15
 """Share of a promotion during which the CTA's other warpgroups do not multiply either: from what 128 x 128 tiles of two
 gain by twins at 4096x7168x2048 on an H200."""
@@ -96,6 +100,8 @@ def _program(config: HopperConfig, signature: Signature) -> float:
         waited_for -= len(plan.operands)
     elif config.loads_ahead(signature) and config.staged_matrix(signature) is not None:
         waited_for = 0
+    if signature.work != DENSE and waited_for > 1 and not config.uses_tma_store(signature):
+        waited_for *= SLABS
     elements = config.bm * config.bn // (2 if custom.gating else 1)
     return program_cost.cycles(custom, elements, config.accumulators, waited_for, config.ping_pong)
 

@@ -55,8 +55,9 @@ class GroupedWork(Work):
         self.groups = Groups(self.grouping.masked, config.stream_k)
         cm, cn = config.cluster
         # Warpgroups that skip products run ahead of the others, and what they load leaves the L2 cache too early
-        # (docs/grouped.md#tall-bands-of-tiles). So kernels skip only where the cluster has several CTAs along the rows.
-        # A CTA alone with one warpgroup never lacks rows. Its kernels ask all the same, as when they were measured.
+        # (docs/grouped_measured.md#tall-bands-of-tiles). So kernels skip only where the cluster has several CTAs along
+        # the rows. A CTA alone with one warpgroup never lacks rows. Its kernels ask all the same, as when they were
+        # measured.
         asks = cm > 1 or config.consumers == 1
         self.may_lack_rows = self.along == "row" and not config.ping_pong and not config.stream_k and asks
         self.extent = config.bm * cm if self.along == "row" else config.bn * cn

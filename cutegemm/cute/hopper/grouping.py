@@ -79,20 +79,8 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
         return f"{work} products have K in one part, which streamk may cut; accepted are no splits or clusters along K"
     if config.solo:
         return f"solo is a lesson in dense products; this one is {work}"
-    if work == RAGGED_K and ITEMSIZE[signature.dtype] == 1:
-        return (
-            f"tensor cores read {signature.dtype} along K, whose rows are contiguous, and TMA cannot end a ragged K "
-            "inside of them; accepted are operands of 16 bits"
-        )
-    if work == RAGGED_K:
-        for name, major in (("A", signature.a_major), ("B", signature.b_major)):
-            if major == "k":
-                return (
-                    f"{name} is K-major: TMA cannot end a ragged K inside a contiguous row; accepted are an M-major A "
-                    "and an N-major B, for example x.t() and dy of row-major x and dy"
-                )
-        if config.stream_k:
-            return "streamk cuts tiles that all have the same K; with a ragged K they differ from group to group"
+    if work == RAGGED_K and config.stream_k:
+        return "streamk cuts tiles that all have the same K; with a ragged K they differ from group to group"
     return _why_not_gathered(config, signature) if work == GATHERED else None
 
 

@@ -223,9 +223,11 @@ class TmaEpilogue:
         return None, *block, region.matrix
 
     def place_of(self, step: int, region) -> tuple:
-        """The place of the box of that step of `store` among the boxes of a matrix, as TMA takes it."""
+        """(row, column) of the box of that step of `store` among the boxes of a matrix (`clip.boxes`)."""
         i, part = divmod(step, self.out_columns // self.columns)
-        return None, *self.block_of(region.row + i * self.block_step, region.column + part * self.columns)
+        if self.clipped:
+            return self.box_corner(i, part, region)
+        return self.block_of(region.row + i * self.block_step, region.column + part * self.columns)
 
     def box_corner(self, i: int, part: int, region) -> tuple:
         """(row, column) of D where a staging buffer's box begins."""

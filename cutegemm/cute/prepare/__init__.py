@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from cutegemm.problem import ITEMSIZE
 from cutegemm.problem.operand import Matrix
 from cutegemm.problem.preparation import ALIGNMENT, Preparation
-from cutegemm.problem.work import DENSE
 from cutegemm.run import kernel_store
 
 if TYPE_CHECKING:
@@ -75,14 +74,10 @@ def aligned(problem: Problem) -> tuple[Problem, tuple[Preparation, ...]] | None:
     """The problem with A and B as TMA can load them, and what must be packed for that; None where nothing helps.
 
     TMA stops at the end of a row, wherever that is: address and strides must be multiples of 16 bytes, the contiguous
-    extent need not be. An operand of which that holds is taken as it lies. Works of groups are left alone: their calls
-    have no step in front of the product.
+    extent need not be. An operand of which that holds is taken as it lies.
     """
-    if (
-        problem.work != DENSE
-        or 0 in (problem.m, problem.n, problem.k, problem.batch)
-        or min(problem.a.align, problem.b.align) >= ALIGNMENT
-    ):
+    sizes = problem.m, problem.n, problem.k, problem.batch, problem.a.rows
+    if 0 in sizes or min(problem.a.align, problem.b.align) >= ALIGNMENT:
         return None
     made: list[Preparation] = []
     a = _aligned("a", problem.a, problem, made)

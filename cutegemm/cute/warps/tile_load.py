@@ -26,7 +26,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutegemm.cute.warps.config import TRANSPOSE_PAD
-from cutegemm.problem.work import DENSE, RAGGED_K, TABLE
+from cutegemm.problem.work import DENSE, TABLE
 
 
 class TileLoader:
@@ -43,13 +43,12 @@ class TileLoader:
             CTAs read the same of it, and would wait for one another at the few slices of the L2 that hold it (28 us
             became 16 on an H200 at 27296x16x184 with both row-major; through L1 always, larger products took 1 to 4 %
             longer).
-        work: that of the signature. In groups K may end within a vector, and a ragged one begins anywhere.
+        work: that of the signature. In groups K may end within a vector.
     """
 
     def __init__(
         self, dtype, extent, bk, k_major, align, threads, swizzle=None, halves=0, thin_by_l1=False, work=DENSE
     ):  # fmt: skip
-        align = dtype.width // 8 if work == RAGGED_K and k_major else align
         self.halves = halves
         self.dtype = dtype
         self.itemsize = dtype.width // 8

@@ -3,14 +3,14 @@
 With e the experts' numbers sorted, row i of the sorted order being slot places[i] = token * top_k + choice:
 
     H = r * act(X[rows] G_e^T) * (X[rows] U_e^T)      groups of gathered rows; r is the routing weight of each row
-    Y[places] = H W_e^T                               groups of rows, scattered to slots; a token's slots are added up
+    Y = H W_e^T                                       groups of rows; the rows of a token's slots are added up
 
 The weighting stands in the epilogue where H is made: a row's weight passes through the second product, H is what dW
 needs, and the derivative with respect to r needs no product of its own. Backward, with dY[i] = dO[rows[i]]:
 
     dH = dY W_e is never stored: the epilogue makes [dgate, dup], next to each other in one buffer, and the sums of
-    dH * H / r over rows, which are dr. Then dX = [dgate, dup] [G; U], scattered to slots and added up like Y, and the
-    groups of K d[G; U] = [dgate, dup]^T X[rows] and dW = dY^T H.
+    dH * H / r over rows, which are dr. Then dX = [dgate, dup] [G; U], added up like Y, and the groups of K d[G; U] =
+    [dgate, dup]^T X[rows] and dW = dY^T H.
 
 Nothing waits for a size, and nothing is added up in an order that may change.
 """
@@ -34,6 +34,7 @@ from cutegemm.problem.program.graph import Input, Program
 from cutegemm.problem.program.known import lookup
 from cutegemm.problem.work import ROWS
 from cutegemm.pytorch import autocast, autograd, mlp, sharded, sharding_programs
+from cutegemm.pytorch.combining import combine
 from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.pytorch.grouped_autograd import PRODUCT
 from cutegemm.pytorch.program_gradients import ACC, needed, recording
@@ -44,8 +45,6 @@ from cutegemm.run.routing import Routing
 
 WEIGHT = Source("operand", 0)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MOST_UNROLLED = 16
-"""Rows of a token that torch.compile adds up one by one: its own sum of 8 rows took three times as long as torch's."""
 _ACCEPTED = ", ".join(map(str, DTYPES))
 
 
@@ -64,7 +63,7 @@ def moe(
 
     Tokens are sorted by expert on the device, and nothing is copied to the host: a captured CUDA graph replays with
     other experts. Two products in groups follow. The first gathers the tokens' rows (`grouped_gemm(rows=)`), and its
-    epilogue is the gating times the weight; the second stores the rows at the tokens' slots, which are added up.
+    epilogue is the gating times the weight; the rows of the second are added up for each token.
 
     Args:
         x: (..., H), fp16, bf16 or fp32; any number of tokens, also none.
@@ -211,17 +210,14 @@ class Settings(NamedTuple):
     backend: str
 
     def product(
-        self, a: Any, b: Any, ends: Any, *, text: str = PRODUCT, operands: Any = (), rows: Any = None,
-        places: Any = None, out: Any = None,
-    ) -> Any:  # fmt: skip
+        self, a: Any, b: Any, ends: Any, *, text: str = PRODUCT, operands: Any = (), rows: Any = None, out: Any = None
+    ) -> Any:
         """`grouped_gemm` with these settings and the program of this text."""
         options: dict[str, Any] = {"precision": self.precision, "backend": self.backend}
         if torch.compiler.is_dynamo_compiling():
-            sizes = Sizes(ends, None, rows, places)
+            sizes = Sizes(ends, None, rows)
             return by_operator(a, b, sizes, text, operands, out, None, {**options, "config": None}, None)
-        return grouped_gemm(
-            a, b, ends, rows=rows, places=places, epilogue=program_of(text), operands=operands, out=out, **options
-        )
+        return grouped_gemm(a, b, ends, rows=rows, epilogue=program_of(text), operands=operands, out=out, **options)
 
     def hidden(self, x: Any, gate_up: Any, weight: Any, route: Routing, text: str) -> Any:
         """H, (tokens * top_k, F) in sorted order, and what else the program gives; weight: of each row, (rows, 1)."""
@@ -229,14 +225,13 @@ class Settings(NamedTuple):
 
     def combined(self, rows: Any, b: Any, route: Routing, top_k: int) -> Any:
         """rows @ b in groups, and each token's rows added up: (tokens, columns of b)."""
-        slots = self.product(rows, b, route.ends, places=route.places)
-        return added_up(slots, top_k)
+        return combine(self.product(rows, b, route.ends), route.row_of, top_k, self.backend)
 
     def launches(self, experts: Any, weights: Any, x: Any, gate_up: Any, down: Any) -> tuple[Any, ...] | None:
         """How the C++ part launches the kernels of a call that was computed (`native.install_mixture`); None where
         torch computes a part of it. To be called while no plan is made or forgotten (`fused.planning`).
         """
-        from cutegemm.run import routing_kernels, steps
+        from cutegemm.run import combining, routing_kernels, steps
 
         slots, count = experts.numel(), gate_up.shape[0]
         sorting = routing_kernels.plan_of(experts, weights, count) if self.backend in ("auto", "cute") else None
@@ -247,7 +242,7 @@ class Settings(NamedTuple):
         def like(kind: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=kind, device=x.device)
 
-        ends, places, rows = (like(torch.int32, extent) for extent in (count, slots, slots))
+        ends, rows = like(torch.int32, count), like(torch.int32, slots)
         text = programs_of(self.activation, weights.dtype, x.dtype, (False, False))[0]
         by = self.precision, self.backend
         hidden = grouped.launch_of(
@@ -255,10 +250,10 @@ class Settings(NamedTuple):
             ((2, 0), (3, 0)), 5,
         )  # fmt: skip
         h = like(x.dtype, slots, down.shape[2])
-        result = grouped.launch_of(
-            h, down.mT, Sizes(ends, None, None, places), program_of(PRODUCT), (), *by, ((2, 0), (4, 0)), 5
-        )
-        how = sort, routing_kernels.counts_of(sorting, count), hidden, result
+        result = grouped.launch_of(h, down.mT, Sizes(ends), program_of(PRODUCT), (), *by, ((2, 0),), 5)
+        adding = combining.step_of(like(x.dtype, slots, down.shape[1]), experts.shape[1])
+        add = None if adding is None else steps.launchers([adding], x.device)
+        how = sort, routing_kernels.counts_of(sorting, count), hidden, result, add
         return None if None in how else how
 
     def composed(self, route: Routing, x: Any, gate_up: Any, down: Any, weights: Any) -> Any:
@@ -267,21 +262,6 @@ class Settings(NamedTuple):
         weight = _of_rows(weights, route) if route.weights is None else route.weights
         rows = self.hidden(x, gate_up, weight, route, text)
         return self.combined(rows, down.mT, route, weights.shape[1])
-
-
-def added_up(slots: torch.Tensor, top_k: int) -> torch.Tensor:
-    """(tokens, N) of (tokens * top_k, N): the rows of each token added up in fp32, and rounded once."""
-    if top_k == 1:
-        return slots
-    each = slots.view(slots.shape[0] // top_k, top_k, slots.shape[1])
-    if top_k == 2:  # on an H200 torch's sum takes one and a half times as long (docs/mixtures.md#measuring)
-        return each[:, 0] + each[:, 1]
-    if torch.compiler.is_dynamo_compiling() and top_k <= MOST_UNROLLED:
-        total = each[:, 0].float()
-        for choice in range(1, top_k):
-            total = total + each[:, choice]
-        return total.to(slots.dtype)
-    return each.sum(1)
 
 
 def _of_rows(weights: torch.Tensor, route: Routing) -> torch.Tensor:
@@ -336,9 +316,9 @@ class Mixture(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Any, gate_up: Any, down: Any, weights: Any, ends: Any, places: Any, rows: Any, weight: Any,
-        activation: str, precision: str | None, backend: str,
+        row_of: Any, activation: str, precision: str | None, backend: str,
     ) -> torch.Tensor:  # fmt: skip
-        route, settings = Routing(ends, places, rows, weight), Settings(activation, precision, backend)
+        route, settings = Routing(ends, places, rows, weight, row_of), Settings(activation, precision, backend)
         needs = ctx.needs_input_grad
         ctx.settings, ctx.wants = settings, (needs[0] or needs[1], needs[3])
         text = programs_of(activation, weights.dtype, x.dtype, ctx.wants)[0]
@@ -349,10 +329,10 @@ class Mixture(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        x, gate_up, down, weights, ends, places, rows, weight, h, gate, up = ctx.saved_tensors
+        x, gate_up, down, weights, ends, places, rows, weight, row_of, h, gate, up = ctx.saved_tensors
         settings: Settings = ctx.settings
         # Without the sorted weights, which have no gradient.
-        route, needs, nothing = Routing(ends, places, rows, None), ctx.needs_input_grad, (None,) * 7
+        route, needs, nothing = Routing(ends, places, rows, None, row_of), ctx.needs_input_grad, (None,) * 8
         if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
             composed = partial(settings.composed, route)
             return *autograd.recorded_gradients(composed, (x, gate_up, down, weights), needs[:4], grad), *nothing
@@ -367,7 +347,7 @@ class Mixture(torch.autograd.Function):
             if needs[1]:
                 dgate_up = settings.product(both.mT, x.index_select(0, rows), ends)
             if needs[3]:
-                dweights = torch.empty_like(dweight).index_copy_(0, places.long(), dweight).view(weights.shape)
+                dweights = dweight.index_select(0, row_of).view(weights.shape)
         return dx, dgate_up, ddown, dweights, *nothing
 
 

@@ -18,11 +18,12 @@ import torch
 
 from cutegemm import replacing
 from cutegemm.grouped import grouped_gemm
-from cutegemm.moe import added_up, by_tokens, check_chosen, check_types, programs_of, routed
+from cutegemm.moe import by_tokens, check_chosen, check_types, programs_of, routed
 from cutegemm.problem import request
 from cutegemm.problem.grouped_request import MOST_GROUPS, Sizes
 from cutegemm.problem.quantization import ACCEPTED_INPUTS, BLOCK, FORMATS, INPUTS
 from cutegemm.pytorch import autocast, grouped_scaled
+from cutegemm.pytorch.combining import combine
 from cutegemm.pytorch.grouped_autograd import PRODUCT
 from cutegemm.pytorch.mlp import check_activation
 from cutegemm.pytorch.program_operator import program_of
@@ -144,8 +145,8 @@ class Fp8MoE(torch.nn.Module):
         route, top_k = routed(chosen, shares, self.num_experts, self.settings.backend), chosen.shape[1]
         text = programs_of(self.activation, weights.dtype, input.dtype, (False, False))[0]
         hidden = self._product("gate_up_proj", tokens, text, (route.weights,), Sizes(route.ends, rows=route.rows))
-        slots = self._product("down_proj", hidden, PRODUCT, (), Sizes(route.ends, places=route.places))
-        return added_up(slots, top_k).view(*input.shape[:-1], slots.shape[1])
+        rows = self._product("down_proj", hidden, PRODUCT, (), Sizes(route.ends))
+        return combine(rows, route.row_of, top_k, self.settings.backend).view(*input.shape[:-1], rows.shape[1])
 
     def _product(self, name: str, x: Any, text: str, operands: Any, sizes: Sizes) -> Any:
         """x, quantized, times a weight of each group, by the program of that text."""
@@ -159,7 +160,7 @@ class Fp8MoE(torch.nn.Module):
             given = grouped_scaled.Scaling(scale, of_weight, kinds)
             return grouped_scaled.by_operator(values, weight.mT, sizes, text, operands, given, None, x.dtype, options)
         return grouped_gemm(
-            values, weight.mT, sizes.offsets, rows=sizes.rows, places=sizes.places, epilogue=program_of(text),
+            values, weight.mT, sizes.offsets, rows=sizes.rows, epilogue=program_of(text),
             operands=operands, out_dtype=x.dtype, scale_a=scale, scale_b=of_weight, scaling=kinds, **options,
         )  # fmt: skip
 

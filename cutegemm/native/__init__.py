@@ -235,9 +235,10 @@ def install_program(arguments: tuple[Any, ...], launch: tuple[Any, ...] | None) 
 def install_mixture(arguments: tuple[Any, ...], how: tuple[Any, ...] | None) -> None:
     """Remembers what launches the call `mixture(*arguments)`, and all like it.
 
-    how: the launchers that sort, of experts, weights, ends, places, rows, sorted weights and counts; how many counts
-        there are; and what `cutegemm.run.fused.launch_of` gives of the two products: of x, w_gate_up, ends, rows,
-        places and the sorted weights, and of the hidden rows, w_down, ends, rows and places. None: Python computes it.
+    how: the launchers that sort, of experts, weights, ends, places, rows, sorted weights, row_of and counts; how many
+        counts there are; what `cutegemm.run.fused.launch_of` gives of the two products: of x, w_gate_up, ends, rows,
+        places and the sorted weights, and of the hidden rows, w_down, ends, rows and places; and the launchers that add
+        up these rows, of them, row_of and the sums. None: Python computes it.
     """
     if _state.module is not None:
         _state.module.install_mixture(*arguments, how)

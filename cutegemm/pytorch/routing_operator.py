@@ -38,11 +38,11 @@ def _fake(experts, weights, count, backend="auto"):
         return experts.new_empty((extent,), dtype=torch.int32)
 
     slots = experts.shape[0] * experts.shape[1]
-    return integers(count), integers(slots), integers(slots), weights.new_empty((slots, 1))
+    return integers(count), integers(slots), integers(slots), weights.new_empty((slots, 1)), integers(slots)
 
 
 define(
-    "route(Tensor experts, Tensor weights, int count, str backend='auto') -> (Tensor, Tensor, Tensor, Tensor)",
+    "route(Tensor experts, Tensor weights, int count, str backend='auto') -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _compute, _fake,
 )  # fmt: skip
 route = torch.ops.cutegemm.route.default

@@ -13,13 +13,15 @@ class Routing(NamedTuple):
     """The sorted order of tokens * top_k slots, slot = token * top_k + choice; on the device.
 
     ends: (E,) int32, before which row each expert's rows end. places: int32, the slot of each row. rows: int32, its
-    token. weights: (rows, 1), its weight, 0 where its expert was out of bounds; None where nobody sorted them.
+    token. weights: (rows, 1), its weight, 0 where its expert was out of bounds; None where nobody sorted them. row_of:
+    int32, the row of each slot.
     """
 
     ends: torch.Tensor
     places: torch.Tensor
     rows: torch.Tensor
     weights: torch.Tensor | None
+    row_of: torch.Tensor
 
 
 def route(experts: torch.Tensor, weights: torch.Tensor, count: int, backend: str) -> Routing:
@@ -39,8 +41,10 @@ def route(experts: torch.Tensor, weights: torch.Tensor, count: int, backend: str
         plan = routing_kernels.plan_of(experts, weights, count)
     if plan is None:
         return by_torch(experts, weights, count)
-    ends, places, rows = (torch.empty(extent, dtype=torch.int32, device=device) for extent in (count, slots, slots))
-    made = ends, places, rows, torch.empty((slots, 1), dtype=weights.dtype, device=device)
+    ends, places, rows, row_of = (
+        torch.empty(extent, dtype=torch.int32, device=device) for extent in (count, slots, slots, slots)
+    )
+    made = ends, places, rows, torch.empty((slots, 1), dtype=weights.dtype, device=device), row_of
     routing_kernels.run(plan, experts, weights, made)
     return Routing(*made)
 
@@ -55,4 +59,6 @@ def by_torch(experts: torch.Tensor, weights: torch.Tensor | None, count: int) ->
     places = order.int()
     if weights is not None:
         weights = weights.masked_fill(known != experts, 0).reshape(-1, 1).index_select(0, places)
-    return Routing(ends, places, places // experts.shape[-1], weights)
+    slots = torch.arange(order.shape[0], dtype=torch.int32, device=experts.device)
+    row_of = torch.zeros_like(slots).scatter(0, order, slots)
+    return Routing(ends, places, places // experts.shape[-1], weights, row_of)

@@ -32,7 +32,7 @@ LAYERS = {
     "a call": """
         cutegemm.run.call cutegemm.run.runner cutegemm.run.fused cutegemm.run.grouped cutegemm.run.how
         cutegemm.run.preparing
-        cutegemm.run.quantizing cutegemm.run.quantize_kernels cutegemm.run.routing
+        cutegemm.run.quantizing cutegemm.run.quantize_kernels cutegemm.run.routing cutegemm.run.combining
         cutegemm.run.routing_kernels cutegemm.run.steps""",
     "tuner": "cutegemm.tuner.*",
     "kernels": "cutegemm.cute.* cutegemm.cutlass2x.* legacy_cuda.* cutegemm.torch_backend cutegemm.torch_grouped",

@@ -155,16 +155,16 @@ def test_the_products_of_a_step(seed, monkeypatch):
     product = module.grouped_gemm
 
     def counted(a, b, ends, **options):
-        calls.append((tuple(a.shape), tuple(b.shape), options["rows"] is not None, options["places"] is not None))
+        calls.append((tuple(a.shape), tuple(b.shape), options["rows"] is not None, options["out"] is not None))
         return product(a, b, ends, **options)
 
     monkeypatch.setattr(module, "grouped_gemm", counted)
     result = function(*drawn(seed=seed))
-    assert calls == [((7, 8), (5, 8, 12), True, False), ((14, 6), (5, 6, 8), False, True)]
+    assert calls == [((7, 8), (5, 8, 12), True, False), ((14, 6), (5, 6, 8), False, False)]
     calls.clear()
     result.sum().backward()
     assert sorted(calls) == sorted([
-        ((8, 14), (14, 6), False, False), ((14, 8), (5, 8, 6), False, False), ((14, 12), (5, 12, 8), False, True),
+        ((8, 14), (14, 6), False, False), ((14, 8), (5, 8, 6), False, True), ((14, 12), (5, 12, 8), False, False),
         ((12, 14), (14, 8), False, False),
     ])  # fmt: skip
 

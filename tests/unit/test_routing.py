@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cutegemm.cute.routing import config
 from cutegemm.cute.routing.config import Tile
 from cutegemm.hardware import arch as arch_table
-from cutegemm.moe import added_up
+from cutegemm.pytorch.combining import combine
 from cutegemm.run import routing
 
 
@@ -49,15 +49,16 @@ def test_old_gpus_are_told():
 def test_the_order_is_stable_and_strange_experts_weigh_nothing(dtype):
     experts = torch.tensor([[2, 0], [0, -5], [7, 2]], dtype=dtype)
     weights = torch.tensor([[1.0, 2.0], [3.0, float("nan")], [5.0, 6.0]])
-    ends, places, rows, sorted_weights = routing.by_torch(experts, weights, 4)
+    ends, places, rows, sorted_weights, row_of = routing.by_torch(experts, weights, 4)
     assert ends.tolist() == [3, 3, 5, 6]
     assert places.tolist() == [1, 2, 3, 0, 5, 4]
+    assert row_of.tolist() == [3, 0, 1, 2, 5, 4]
     assert rows.tolist() == [0, 1, 1, 0, 2, 2]
     assert sorted_weights.flatten().tolist() == [2.0, 3.0, 0.0, 1.0, 6.0, 0.0]
     assert routing.by_torch(experts, None, 4).weights is None
     ends, *others = routing.route(experts[:0], weights[:0], 4, "cute")
     assert ends.tolist() == [0] * 4
-    assert [tuple(each.shape) for each in others] == [(0,), (0,), (0, 1)]
+    assert [tuple(each.shape) for each in others] == [(0,), (0,), (0, 1), (0,)]
 
 
 @pytest.mark.parametrize(
@@ -90,14 +91,16 @@ def test_the_operator():
 def test_rows_of_a_token_are_added_in_fp32_and_rounded_once(top_k, seed):
     """Of integers, whose sums bf16 does not hold. torch.compile adds up to sixteen rows one by one."""
     generator = torch.Generator().manual_seed(seed)
-    slots = torch.randint(-255, 256, (5 * top_k, 7), generator=generator).bfloat16()
-    want = slots.view(5, top_k, 7).double().sum(1).bfloat16()
+    rows = torch.randint(-255, 256, (5 * top_k, 7), generator=generator).bfloat16()
+    row_of = torch.randperm(5 * top_k, generator=generator).int()
+    want = rows[row_of].view(5, top_k, 7).double().sum(1).bfloat16()
     graphs: list[str] = []
 
     def backend(graph, _):
         graphs.append(graph.code)
         return graph
 
-    assert torch.equal(added_up(slots, top_k), want)
-    assert torch.equal(torch.compile(added_up, fullgraph=True, backend=backend)(slots, top_k), want)
+    assert torch.equal(combine(rows, row_of, top_k, "auto"), want)
+    compiled = torch.compile(combine, fullgraph=True, backend=backend)
+    assert torch.equal(compiled(rows, row_of, top_k, "auto"), want)
     assert any(".sum(" in code for code in graphs) == (top_k == 17)

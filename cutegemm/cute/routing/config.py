@@ -22,9 +22,9 @@ MOST_WARPS = 32
 LEAST_EXPERTS, MOST_EXPERTS = 32, 1024
 PASSES = ("whole", "count", "place")
 INDICES, WEIGHTS = ("int32", "int64"), ("fp16", "bf16", "fp32")
-POINTERS = ("experts", "weights", "ends", "places", "rows", "sorted", "counts")
-"""The addresses that a kernel takes: what is read (of each token and choice); what is written, by expert and by place;
-and the counts that two launches exchange, by CTA and expert."""
+POINTERS = ("experts", "weights", "ends", "places", "rows", "sorted", "row_of", "counts")
+"""The addresses that a kernel takes: what is read (of each token and choice); what is written, by expert, by place and
+by slot; and the counts that two launches exchange, by CTA and expert."""
 OLDEST = (8, 0)
 """The compute capability of the oldest GPU that the kernels are compiled for."""
 MOST_OF_ONE = 1024

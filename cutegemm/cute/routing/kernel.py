@@ -132,12 +132,13 @@ class Route(StandaloneOperator):
 
     @cute.jit
     def _put_slot(self, slot, expert, in_warp, weight):
-        """Writes a slot, its token and its weight to its place."""
+        """Writes a slot, its token and its weight to its place, and the place to the slot."""
         if expert >= 0:
             place = self.counters[self.warp * self.config.experts + expert] + in_warp
             self._put(self.args.places, place, slot)
             self._put(self.args.rows, place, slot // self.args.top_k)
             self._put(self.args.sorted, place, weight)
+            self._put(self.args.row_of, slot, place)
 
     # -- experts
     @cute.jit

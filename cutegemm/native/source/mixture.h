@@ -1,18 +1,18 @@
 // A mixture of experts by prepared launches; cutegemm/moe.py tells of them.
 #pragma once
 
-#include <ATen/ops/sum.h>
-
 #include "reading.h"
 
 namespace cutegemm {
 
-// The launches of a call, in order: those that sort its slots, and its two products in groups.
+// The launches of a call, in order: those that sort its slots, its two products in groups, and what adds up the rows of
+// each token.
 struct Mixture {
-  std::vector<Launch> sorting;  // they take experts, weights, ends, places, rows, sorted weights and counts
+  std::vector<Launch> sorting;  // they take experts, weights, ends, places, rows, sorted weights, row_of and counts
   int64_t counts = 0;           // numbers that they exchange
   ProgramLaunch hidden;         // of x, gate_up, ends, rows, places and the sorted weights
-  ProgramLaunch slots;          // of the hidden rows, down, ends, rows and places
+  ProgramLaunch result;         // of the hidden rows, down, ends, rows and places
+  std::vector<Launch> adding;   // they take these rows, row_of and the sums
 };
 
 struct ToMix {
@@ -48,31 +48,25 @@ struct ToMix {
     const Found found = table_of<Mixture>().find(key(), known);
     if (found != Found::launch) return found;
     // Python computes all of it where it must enqueue one of the products.
-    for (const ProgramLaunch* each : {&known->hidden, &known->slots})
+    for (const ProgramLaunch* each : {&known->hidden, &known->result})
       if (!Destination().find(*each, device)) return Found::python;
     return launch(*known, d) ? Found::launch : Found::python;
   }
 
  private:
-  // As `added_up` in moe.py.
-  static at::Tensor added_up(const at::Tensor& by_slot, int64_t top_k) {
-    if (top_k == 1) return by_slot;
-    const at::Tensor each = by_slot.view({-1, top_k, by_slot.size(1)});
-    return top_k == 2 ? at::add(each.select(1, 0), each.select(1, 1)) : at::sum(each, 1);
-  }
-
   bool launch(const Mixture& how, at::Tensor& d) const {
     const int64_t top_k = choice.sizes[1], slots = choice.sizes[0] * top_k;
     const auto integers = [this](int64_t count) {
       return at::empty({count}, at::TensorOptions().dtype(at::ScalarType::Int).device(served.type, device));
     };
     const at::Tensor ends = integers(first.sizes[0]), places = integers(slots), token = integers(slots),
-                     counts = how.counts ? integers(how.counts) : at::Tensor(),
+                     row_of = integers(slots), counts = how.counts ? integers(how.counts) : at::Tensor(),
                      sorted = at::empty({slots, 1}, weights->options().requires_grad(false));
     const auto start = [](const at::Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr() : nullptr; };
     for (const Launch& step : how.sorting)
       if (!enqueue(step, device,
-                   {choice.data, weight.data, start(ends), start(places), start(token), start(sorted), start(counts)},
+                   {choice.data, weight.data, start(ends), start(places), start(token), start(sorted), start(row_of),
+                    start(counts)},
                    {}))
         return false;
     const auto place_of = [&](const at::Tensor& tensor) {
@@ -86,13 +80,14 @@ struct ToMix {
     if (!cutegemm::compute(how.hidden, device, {&rows, &first, &of_ends, &of_rows, &of_places, &of_sorted}, {}, hidden))
       return false;
     const Matrix of_hidden = place_of(hidden[0]);
-    if (!cutegemm::compute(how.slots, device, {&of_hidden, &second, &of_ends, &of_rows, &of_places}, {}, result))
+    if (!cutegemm::compute(how.result, device, {&of_hidden, &second, &of_ends, &of_rows, &of_places}, {}, result))
       return false;
     at::DimVector shape(x->sizes());
     shape.back() = result[0].size(1);
-    const c10::impl::ExcludeDispatchKeyGuard without(c10::autocast_dispatch_keyset);  // it would sum to fp32
-    const at::Tensor& by_slot = result[0];
-    d = added_up(by_slot, top_k).view(shape);
+    const at::Tensor sums = at::empty(shape, result[0].options());
+    for (const Launch& step : how.adding)
+      if (!enqueue(step, device, {start(result[0]), start(row_of), start(sums)}, {})) return false;
+    d = sums;
     return true;
   }
 };
@@ -149,8 +144,8 @@ inline PyObject* mixture(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// install_mixture(<as above>, how): how is None, or (launchers that sort, number of counts, and both products as
-// `read_program` has them).
+// install_mixture(<as above>, how): how is None, or (launchers that sort, number of counts, both products as
+// `read_program` has them, launchers that add up).
 inline PyObject* install_mixture(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   ToMix of;
@@ -158,12 +153,14 @@ inline PyObject* install_mixture(PyObject*, PyObject* const* args, Py_ssize_t co
   std::shared_ptr<Mixture> known;
   if (args[TO_MIX] != Py_None) {
     known = std::make_shared<Mixture>();
-    PyObject *steps = nullptr, *hidden = nullptr, *slots = nullptr;
+    PyObject *steps = nullptr, *hidden = nullptr, *result = nullptr, *adding = nullptr;
     long long counts = 0;
-    if (!PyArg_ParseTuple(args[TO_MIX], "O!LOO", &PyTuple_Type, &steps, &counts, &hidden, &slots)) throw_python_error();
-    read_launches(steps, known->sorting);
+    if (!PyArg_ParseTuple(args[TO_MIX], "O!LOOO!", &PyTuple_Type, &steps, &counts, &hidden, &result, &PyTuple_Type,
+                          &adding))
+      throw_python_error();
+    read_launches(steps, known->sorting), read_launches(adding, known->adding);
     known->counts = counts;
-    read_program(hidden, known->hidden), read_program(slots, known->slots);
+    read_program(hidden, known->hidden), read_program(result, known->result);
   }
   table_of<Mixture>().put(of.key(), std::move(known));
   Py_RETURN_TRUE;

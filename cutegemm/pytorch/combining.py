@@ -1,0 +1,46 @@
+"""The rows of a mixture's tokens added up: the kernel of `cute.combine` on GPUs, torch elsewhere."""
+
+from __future__ import annotations
+
+import torch
+
+from cutegemm.pytorch import transforms
+from cutegemm.pytorch.dispatch import is_dispatched
+from cutegemm.run import runner
+
+MOST_UNROLLED = 16
+"""Rows of a token that torch.compile adds up one by one: its own sum of 8 rows took three times as long as torch's."""
+
+
+def combine(rows: torch.Tensor, row_of: torch.Tensor, top_k: int, backend: str) -> torch.Tensor:
+    """Each token's rows added up in fp32, in the order of its choices, and rounded once: (tokens, N).
+
+    Args:
+        rows: (tokens * top_k, N), fp16, bf16 or fp32. row_of: of each slot = token * top_k + choice its row, int32.
+        backend: "auto" and "cute": by a kernel, where the GPU can run it and no gradient is recorded ("cute" emulates
+            it for CPU tensors); every other one: by torch.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return by_torch(rows, row_of, top_k, unrolled=top_k <= MOST_UNROLLED)
+    recorded = torch.is_grad_enabled() and rows.requires_grad
+    on = backend == "cute" or (backend == "auto" and rows.device != runner._CPU)
+    if not on or recorded or not rows.numel() or transforms.active(rows, row_of) or is_dispatched(rows, row_of):
+        return by_torch(rows, row_of, top_k)
+    from cutegemm.run import combining  # with the kernel families, when one is first needed
+
+    found = combining.run(rows, row_of, top_k)
+    return by_torch(rows, row_of, top_k) if found is None else found
+
+
+def by_torch(rows: torch.Tensor, row_of: torch.Tensor, top_k: int, unrolled: bool = False) -> torch.Tensor:
+    """The same by operators of torch, which every transform knows."""
+    each = rows.index_select(0, row_of)
+    if top_k == 1:
+        return each
+    each = each.view(rows.shape[0] // top_k, top_k, rows.shape[1])
+    if not unrolled:
+        return each.sum(1)
+    total = each[:, 0].float()
+    for choice in range(1, top_k):
+        total = total + each[:, choice]
+    return total.to(rows.dtype)

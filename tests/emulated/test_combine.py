@@ -1,0 +1,79 @@
+"""The kernel that adds up the rows of a mixture's tokens, in the emulator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cutegemm.cute.combine.config import MOST_UNROLLED, POINTERS
+from cutegemm.cute.combine.kernel import NUMBERS
+from cutegemm.emulator.bridge import emulate
+from cutegemm.emulator.errors import BeforeTheWait
+from cutegemm.pytorch import combining
+from cutegemm.run.combining import step_of
+from tests.sass import opcodes, spilled
+
+pytest.importorskip("llvmlite")
+
+
+def drawn(tokens: int, top_k: int, columns: int, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of integers, and the row of each slot."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(-255, 256, (tokens * top_k, columns), generator=generator).to(dtype)
+    return rows, torch.randperm(tokens * top_k, generator=generator).int()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("columns", [1, 7, 10, 36, 520])
+@pytest.mark.parametrize("top_k", [1, 2, 8, MOST_UNROLLED, MOST_UNROLLED + 1])
+@pytest.mark.product(keep=12)
+def test_sums_are_exact_and_rounded_once(dtype, columns, top_k, seed):
+    """Vectors of 2 to 16 bytes; a last CTA that is not full."""
+    rows, row_of = drawn(9, top_k, columns, dtype, seed)
+    want = rows[row_of].view(9, top_k, columns).double().sum(1).to(dtype)
+    assert torch.equal(combining.combine(rows, row_of, top_k, "cute"), want)
+    assert torch.equal(combining.by_torch(rows, row_of, top_k), want)
+
+
+def test_rows_are_added_in_the_order_of_the_choices():
+    """In fp32, where the order of these decides."""
+    rows = torch.tensor([[1.0], [2.0**24], [-(2.0**24)], [0.5]])
+    row_of = torch.tensor([1, 0, 2, 3, 3, 1, 2, 0]).int()
+    rows = torch.cat((rows, rows))
+    assert combining.combine(rows, row_of, 4, "cute").tolist() == [[0.5], [1.0]]
+
+
+def test_nothing_is_read_before_the_kernel_in_front_has_ended(seed):
+    rows, row_of = drawn(40, 2, 64, torch.bfloat16, seed)
+    later, _ = drawn(40, 2, 64, torch.bfloat16, seed + 1)
+    given, sums = rows.clone(), torch.full((40, 64), 7.0).bfloat16()
+    step = step_of(given, 2)
+    assert dict(zip((name for name, _ in NUMBERS), step.numbers, strict=True))["early"] == 1
+    tensors = dict(zip(POINTERS, (given, row_of, sums), strict=True))
+    launches = step.kernel.captured(*(each.data_ptr() for each in tensors.values()), 0, *step.numbers)
+    front = lambda: given.copy_(later)  # noqa: E731
+    emulate(step.kernel.ptx, launches, tensors, outputs={"sums"}, seed=seed, in_front=front)
+    assert torch.equal(sums, combining.by_torch(later, row_of, 2))
+    without = step.kernel.ptx.replace("griddepcontrol.wait;", "")
+    with pytest.raises(BeforeTheWait, match="a read of 'row_of' before"):
+        emulate(without, launches, tensors, outputs={"sums"}, seed=seed, in_front=front)
+
+
+@pytest.mark.parametrize(("columns", "instruction"), [(4096, "LDG.E.128"), (4098, "LDG.E"), (4097, "LDG.E.U16")])
+def test_all_loads_of_a_token_are_under_way_together(columns, instruction):
+    step = step_of(torch.empty(16, columns, dtype=torch.bfloat16), 8)
+    assert not spilled(step.kernel.cubin)
+    found = opcodes(step.kernel.cubin)
+    assert sum(count for name, count in found.items() if name.startswith(instruction)) >= 8
+
+
+def test_what_torch_adds_up(seed):
+    """Gradients are recorded; rows that are not contiguous; GPUs that are too old."""
+    rows, row_of = drawn(5, 2, 8, torch.float32, seed)
+    leaf = rows.clone().requires_grad_()
+    found = combining.combine(leaf, row_of, 2, "cute")
+    (gradient,) = torch.autograd.grad(found, leaf, torch.ones_like(found))
+    assert torch.equal(gradient, torch.ones_like(rows))
+    assert step_of(rows.t().contiguous().t(), 2) is None
+    assert torch.equal(combining.combine(rows.t().contiguous().t(), row_of, 2, "cute"), found)
+    assert combining.combine(rows[:0], row_of[:0], 2, "cute").shape == (0, 8)

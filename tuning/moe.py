@@ -171,7 +171,6 @@ def bench(
     how, word = (training, "training") if trains else (forward, "forward")
     experts = weights_of(block, "cuda")
     for count in tokens:
-        print(f"{block.name}, {word}, {count} tokens, {skew}", file=sys.stderr, flush=True)
         given = [*inputs_of(block, count, skew, "cuda"), *experts]
         steps = steps_of(names)
         verdicts = check(how, steps, given)
@@ -179,7 +178,11 @@ def bench(
             name: blocks.captured(how(steps[name], given)) for name, verdict in verdicts.items() if verdict == "ok"
         }
         found = blocks.in_turns(graphs, rounds)
-        lines += blocks.lines_of(f"{block.name}, {skew}, {word}, {count} tokens", found, verdicts)
+        lines += (new := blocks.lines_of(f"{block.name}, {skew}, {word}, {count} tokens", found, verdicts))
+        # A run that is stopped has said what it measured.
+        print(
+            f"{new[0].step}: " + ", ".join(f"{each.variant} {each.said}" for each in new), file=sys.stderr, flush=True
+        )
         del graphs, given
         torch.cuda.empty_cache()
     return lines

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import cutegemm
+from cutegemm import torch_grouped
 from cutegemm.nn import Fp8MoE
 from cutegemm.problem import packing
 from cutegemm.run import grouped
@@ -73,3 +74,34 @@ def test_experts_in_8_bits_by_the_kernels(scaling, seed):
     ]
     assert found[0].abs().max() > 0
     torch.testing.assert_close(found[0], found[1], rtol=0.02, atol=0.02 * found[1].abs().max().item())
+
+
+@pytest.mark.parametrize("capability", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize(
+    ("dtype", "width", "hidden"), [(torch.float32, 33, 21), (torch.bfloat16, 33, 21), (torch.float16, 40, 17)]
+)
+@pytest.mark.product(keep=2)
+def test_every_width_and_float32_run_by_kernels(capability, dtype, width, hidden, monkeypatch, seed):
+    """Also on GPUs without TMA, forward and backward: nothing goes to torch, which would wait for the sizes."""
+    monkeypatch.setenv("CUTEGEMM_ARCH", capability)
+    monkeypatch.setattr(torch_grouped, "accumulators", None)
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (11, width), (3, 2 * hidden, width), (3, width, hidden)
+    x, gate_up, down = ((0.4 * torch.randn(shape, generator=generator)).to(dtype) for shape in shapes)
+    experts = torch.randint(0, 3, (11, 2), generator=generator)
+    given = [each.requires_grad_() for each in (x, torch.rand(11, 2, generator=generator), gate_up, down)]
+    upstream = torch.randn(11, width, generator=generator)
+    found = cutegemm.moe(given[0], experts, *given[1:], backend="cute")
+    own = torch.autograd.grad(found, given, upstream.to(dtype))
+    exact = [each.detach().double().requires_grad_() for each in given]
+    x, weights, gate_up, down = exact
+    want = torch.zeros(11, width, dtype=torch.float64)
+    for choice in range(2):
+        gate, up = torch.einsum("th,tfh->tf", x, gate_up[experts[:, choice]]).chunk(2, -1)
+        hidden_rows = torch.nn.functional.silu(gate) * up
+        rows = torch.einsum("tf,thf->th", hidden_rows, down[experts[:, choice]])
+        want = want + weights[:, choice, None] * rows
+    theirs = torch.autograd.grad(want, exact, upstream.to(dtype).double())
+    bound = 1e-5 if dtype == torch.float32 else 3e-2
+    for mine, right in zip((found, *own), (want, *theirs), strict=True):
+        torch.testing.assert_close(mine.double(), right, rtol=bound, atol=bound)

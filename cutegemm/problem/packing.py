@@ -109,13 +109,15 @@ def in_order(a: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 def packed(name: str, tensor: torch.Tensor, along_k: bool = True) -> torch.Tensor:
     """A copy of operand "a" or "b" as `operands` and `divided` describe it: K contiguous, or what crosses it, in rows
-    that are padded to a multiple of `STEP` bytes.
+    that are padded to a multiple of `STEP` bytes, with zeros: where rows are gathered, kernels load whole 16 bytes.
     """
     turned = (name == "a") != along_k
     bits = tensor.detach().view(_BITS[tensor.element_size()])
     bits = bits.transpose(-1, -2) if turned else bits
     k = bits.shape[-1]
     made = torch.empty((*bits.shape[:-1], _padded(k, bits.element_size())), dtype=bits.dtype, device=bits.device)
+    if made.shape[-1] != k:
+        made[..., k:] = 0
     found = made[..., :k].copy_(bits).view(tensor.dtype)
     return found.transpose(-1, -2) if turned else found
 

@@ -13,6 +13,7 @@ import cutegemm
 from cutegemm import ops
 from cutegemm.choice import prepared
 from cutegemm.errors import UnsupportedError
+from cutegemm.problem import packing
 from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, SCATTERED
 from tests.groups import SKEWS, WORKS, GroupCase, sizes_of
 
@@ -168,3 +169,15 @@ def test_what_they_do_not_compute_is_refused(work, dtype, config, reason):
     case = GroupCase.random(work, [8, 8], 16, 32, 48, dtype)
     with pytest.raises(UnsupportedError, match=reason):
         case.call(backend="cute", config=config)
+
+
+@pytest.mark.parametrize("config", ["sm90/64x32x64/coop1/c1x1/s2/row", MMA])
+def test_what_pads_the_rows_of_a_copy_is_not_multiplied(config, seed, monkeypatch):
+    """Gathered rows came with it where K ends within 16 bytes: zeros times NaN."""
+    case = GroupCase.random(GATHERED, [9, 0, 30, 4], 0, 80, 43, majors="nt", seed=seed)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *given, **options: torch.full(*given, -1, **options))
+        copy = packing.copied("a", case.a, GATHERED)
+    assert not copy.as_strided((copy.shape[0], copy.stride(0)), (copy.stride(0), 1))[:, 43:].any()
+    monkeypatch.setattr(packing, "copied", lambda name, *given: copy)
+    case.run(backend="cute", config=config)

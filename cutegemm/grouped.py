@@ -98,8 +98,7 @@ def grouped_gemm(
         operands: as of `gemm`. For groups of rows a tensor of (T, N), (G, 1, N), or what broadcasts to one of them;
             for groups of columns (M, T) or (G, M, 1). With `rows` and `places` rows count as those of the product.
         out: D is written here; with several results a tuple.
-        precision: for float32 "ieee" (None means this), which torch computes, or "tf32"; `set_float32_precision` does
-            not reach here.
+        precision: for float32 "ieee" (None means this) or "tf32"; `set_float32_precision` does not reach here.
         out_dtype, backend, config, save: as of `gemm`.
         scale_a, scale_b: for fp8 and int8, fp32 on their device, any strides. The shape says what shares a scale:
 
@@ -126,9 +125,10 @@ def grouped_gemm(
     With the environment variable CUTEGEMM_DEBUG=1, offsets, counts, rows and places are looked at on the host, and an
     error names the group or row that is wrong, also a place that two rows have.
 
-    The Hopper kernels (compute capability 9.0) take operands that TMA can load; groups of K take an M-major a and an
-    N-major b, such as x.t() and dy of row-major x and dy. Where they cannot serve a call, backend="auto" computes it
-    with torch: by its grouped_mm where that applies, else group by group, for which the host waits for the sizes.
+    The Hopper kernels (compute capability 9.0) take operands that TMA can load; others are packed first, or multiplied
+    by mma.sync or on CUDA cores, as on other GPUs from compute capability 8.0 on. Where no kernel can serve a call,
+    such as fp8 and int8 with groups of K, backend="auto" computes it with torch, group by group, for which the host
+    waits for the sizes.
 
     Raises:
         TypeError, ValueError: a bad argument; the message names it, what was given and what is accepted.

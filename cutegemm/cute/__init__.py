@@ -244,7 +244,7 @@ def _division_refused(signature: Signature) -> str | None:
     if signature.work == work.RAGGED_K and ITEMSIZE[signature.dtype] == 1:
         return (
             f"tensor cores read {signature.dtype} along K, whose rows are contiguous, and a group begins at no "
-            "multiple of 16 bytes of them; accepted are operands of 16 bits"
+            "multiple of 16 bytes of them; accepted are operands of 16 bits, and fp32"
         )
     if signature.work == work.RAGGED_K and "k" in majors.values():
         along = next(name.upper() for name, major in majors.items() if major == "k")

@@ -25,7 +25,7 @@ _BEGIN, _END, _WORKS, _FIRST_GROUP, _WORKS_BEFORE, _LAST_END = range(6)
 
 
 class Groups:
-    """The groups of a launch; `start` binds it, `read` must come before `find`.
+    """The groups of a launch; `start` binds it, `read` must come before `find`, and `find_alone` needs neither.
 
     `ends`: an int32 a group. `extent`: of the array that they divide, or of each product where they are counts.
     `works`: of (begin, end) of a group, its number of works. `lean`: a lane does not keep where its group begins, for

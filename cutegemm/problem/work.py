@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 DENSE = "dense"
 INTEGERS: Mapping[str, int] = MappingProxyType({"int32": 4, "int64": 8})
@@ -84,12 +84,19 @@ class Work:
 
     def tiles(self, m: int, n: int, batch: int, rows: int, columns: int) -> int:
         """Tiles of `rows` x `columns` elements of D, of all products; of a ragged D at most so many."""
-        along_m, along_n = -(-m // rows), -(-n // columns)
+        return self.most(-(-m // rows), -(-n // columns), m, n, batch)
+
+    def most(
+        self, along_m: Any, along_n: Any, m: Any, n: Any, batch: Any, smallest: Any = min, largest: Any = max
+    ) -> Any:
+        """The same where D as a whole has so many tiles along M and N; numbers of either kind, with their own minimum
+        and maximum.
+        """
         if self.ragged is None or self.ragged == "k":
             return along_m * along_n * batch
         # Each end of a group but the last may lie within a tile, which then counts for two groups.
         # Groups with anything in them are no more than there are rows (or columns).
-        more = max(min(batch, m if self.ragged == "m" else n) - 1, 0)
+        more = largest(smallest(batch, m if self.ragged == "m" else n) - 1, 0)
         return (along_m + more) * along_n if self.ragged == "m" else along_m * (along_n + more)
 
 

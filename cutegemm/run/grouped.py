@@ -171,12 +171,12 @@ def check_arrays(arrays: Arrays, extent: int, work: Work, limit: int) -> None:
 
 
 def _of_nothing(asked: ProgramRequest) -> Core:
-    """For a D without elements, or one where no row of A goes: sums of its rows are 0, maxima minus infinity."""
+    """For a D without elements, or one where no row of A goes: sums of nothing are 0, maxima minus infinity."""
     problem = asked.problem
     reductions = {number: 0.0 if kind.endswith("sum") else -math.inf for number, kind in problem.epilogue.reductions}
 
     def core(a: Any, b: Any, operands: Sequence[Any], outs: Any, arrays: Arrays, kept: bool) -> None:
-        for number, value in reductions.items() if problem.m else ():
+        for number, value in reductions.items():
             out = outs[number]
             shape = (problem.m, 1) if problem.work == SCATTERED else out.shape
             written_alone(problem.work, arrays, out, out.new_full(shape, value))

@@ -13,7 +13,7 @@ import cutegemm
 from cutegemm import ops
 from cutegemm.choice import prepared
 from cutegemm.errors import UnsupportedError
-from cutegemm.problem import packing
+from cutegemm.problem import grouped_request, packing
 from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, SCATTERED
 from tests.groups import SKEWS, WORKS, GroupCase, sizes_of
 
@@ -45,6 +45,26 @@ def test_groups_of_any_sizes(work, majors, dtype, config, seed):
         work, [9, 0, 70, 1], 80, 40, 72, dtype, tail=tail, majors=majors, seed=seed, integers=True
     )  # fmt: skip
     case.run(exact=True, backend="cute", config=config)
+
+
+def test_nothing_is_read_where_k_ends_within_a_vector():
+    """Of a copy whose rows are padded: the last row's padding is not part of the tensor."""
+    case = GroupCase.random(RAGGED_M, [9, 0, 30, 4], 45, 72, 43, "fp32", majors="nt", tail=3)
+    case.run(backend="cute", config=CORES)
+    case.run(backend="cute", config=SLICED)
+
+
+@pytest.mark.parametrize("inner", [43, 45, 47])
+def test_gathered_rows_that_begin_aligned_and_end_anywhere(inner, seed):
+    """What lies behind K in their memory is multiplied by zeros where kernels load it: it may be infinite."""
+    wide = torch.full((40, 48), torch.inf).bfloat16()
+    wide[:, :inner] = torch.randn(40, inner, generator=torch.Generator().manual_seed(seed))
+    case = GroupCase(
+        GATHERED, wide[:, :inner], torch.randn(2, inner, 72).bfloat16(), torch.tensor([20, 40], dtype=torch.int32)
+    )
+    case.index = torch.randperm(40, generator=torch.Generator().manual_seed(seed)).int()
+    case.run(backend="cute")
+    case.run(backend="cute", config="sm90/64x32x64/coop1/c1x1/s2/row")
 
 
 @pytest.mark.parametrize("work", [RAGGED_M, RAGGED_N, GATHERED, SCATTERED, MASKED])
@@ -115,6 +135,7 @@ def test_nothing_to_sum_and_rows_of_nothing(seed):
     case = GroupCase(GATHERED, a, torch.randn(2, 43, 24).bfloat16(), torch.tensor([7, 40]).int())
     case.index = torch.randint(-3, 3, (40,)).int()
     case.run(backend="cute", config=MMA)
+    case.run(backend="cute")
 
 
 def test_what_tma_cannot_load_goes_to_mma_sync_or_is_packed(capsys, monkeypatch):
@@ -140,6 +161,11 @@ def test_operands_that_lie_along_a_ragged_k_are_copied_across(capsys, seed):
         cutegemm.explain(case.a, case.b, backend="cute", **case.given)
         told = capsys.readouterr().out
         assert [name for name in "AB" if f"copied first: {name.lower()}" in told] == names
+        odd = GroupCase.random(RAGGED_K, [7, 0, 33], 45, 27, 0, majors=majors)
+        sizes = grouped_request.Sizes(**odd.given)
+        problem = grouped_request.describe(odd.a, odd.b, sizes, odd.program(), (), None, None, None).problem
+        assert (problem.a.align, problem.b.align) == (2, 2)
+        assert (problem.a.begins, problem.b.begins) == (16 * ("A" in names), 16 * ("B" in names))
         case.run(backend="cute", config="sm90/64x32x64/coop1/c1x1/s2/row")
         case.run(backend="cute", config=MMA)
 

@@ -85,6 +85,44 @@ def test_rows_of_no_columns(work):
         assert torch.equal(outs[2][:, 0], torch.where(written, -torch.inf, 77.0))
 
 
+@pytest.mark.parametrize("backend", ["cute", "torch"])
+@pytest.mark.parametrize(
+    ("shapes", "results"), [(((0, 8), (8, 6)), ((2, 0, 6), (2, 1, 6))), (((2, 0, 8), (8, 6)), ((0, 6), (1, 6)))]
+)
+def test_columns_of_no_rows(shapes, results, backend):
+    a, b = (torch.ones(shape).bfloat16() for shape in shapes)
+    outs = [torch.full(results[0], 77.0).bfloat16(), *(torch.full(results[1], 77.0) for _ in range(2))]
+    ends = torch.tensor([3, 6 if a.dim() == 3 else 8], dtype=torch.int32)
+    cutegemm.grouped_gemm(
+        a, b, ends, out=outs, backend=backend, epilogue=lambda acc: (acc, ops.column_sum(acc), ops.column_max(acc))
+    )
+    assert torch.equal(outs[1], torch.zeros(results[1]))
+    assert torch.equal(outs[2], torch.full(results[1], -torch.inf))
+
+
+@pytest.mark.parametrize("work", [RAGGED_M, GATHERED, SCATTERED])
+@pytest.mark.parametrize("save", [None, "recompute"])
+def test_gradients_of_maxima_by_kernels(work, save, seed):
+    """The elements that equal a maximum get its gradient, which the derived program then takes as a matrix."""
+    case = GroupCase.random(work, [5, 0, 9], 0, 24, 16, "fp32", seed=seed)
+    case.a.nan_to_num_(1)
+    found = []
+    for backend in ("cute", "torch"):
+        leaves = [each.clone().requires_grad_() for each in (case.a, case.b)]
+        results = cutegemm.grouped_gemm(
+            *leaves, epilogue=lambda acc: (acc * acc, ops.row_max(acc), ops.row_max_abs(acc * 2.0)), save=save,
+            backend=backend, **case.given,
+        )  # fmt: skip
+        named = slice(None)
+        if work == SCATTERED:
+            named = case.index[case.index < case.options["out_rows"]].long()
+        torch.manual_seed(seed)
+        total = sum((each[named] * torch.randn_like(each[named])).sum() for each in results)
+        found.append(torch.autograd.grad(total, leaves))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
 def test_the_gradient_of_routing_weights_is_summed_by_the_kernel(seed):
     """`moe` on two backends: the sums over rows of dH * H / r come with dgate and dup."""
     generator = torch.Generator().manual_seed(seed)

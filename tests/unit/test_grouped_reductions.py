@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import cutegemm
 from cutegemm import ops
+from cutegemm.problem import Problem
+from cutegemm.problem.epilogue import Epilogue
+from cutegemm.problem.program.simplify import simplified
+from cutegemm.problem.program.text import parse
 from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, SCATTERED
 from tests.groups import WORKS, GroupCase
 
@@ -116,3 +122,12 @@ def test_graphs_are_told_the_shapes():
             case.a, case.b, case.sizes, out=[outs[0], torch.empty(4, 4), outs[2]],
             epilogue=lambda acc: (acc, ops.row_sum(acc), ops.column_sum(acc)),
         )  # fmt: skip
+
+
+def test_the_bytes_of_results_of_groups_count_once():
+    """D of groups of rows is one matrix, whatever the number of groups."""
+    text = "def epilogue(acc) -> (bf16, bf16, fp32): return acc, -acc, row_sum(acc)"
+    epilogue = Epilogue(custom=simplified(parse(text)), aligns=(16,))
+    plain = Problem.of(4096, 512, 256, batch=8, work=RAGGED_M)
+    whole = replace(plain, epilogue=epilogue, outputs=(plain.d,))
+    assert whole.min_bytes - plain.min_bytes == 4096 * 512 * 2 + 4096 * 4

@@ -89,7 +89,8 @@ fewer rows or columns most other tiles would be mostly empty."""
 COUNTED_WORKS = (*ROWS, RAGGED_N, MASKED)
 """Works of which nobody can know on the host how many tiles there are."""
 RINGED_WORKS = (RAGGED_M, MASKED)
-"""Works of groups of rows whose kernels load matrix operands of the epilogue through the ring (`ahead_plan`)."""
+"""Works of groups of rows whose kernels load matrix operands of the epilogue through the ring (`ahead_plan`); tiles of
+groups of K were not timed with them."""
 STREAMED_WORKS = (RAGGED_M, SCATTERED)
 """Works of which `_STREAMED` computes groups of many rows, and `FITTED_ROWS` those of fewer, too."""
 NUMBERS = tuple(range(2, 33))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from cutegemm.problem import ITEMSIZE
 from cutegemm.problem.operand import Matrix
 from cutegemm.problem.preparation import ALIGNMENT, Preparation
+from cutegemm.problem.work import TABLE as WORKS
 from cutegemm.run import kernel_store
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def aligned(problem: Problem) -> tuple[Problem, tuple[Preparation, ...]] | None:
     """The problem with A and B as TMA can load them, and what must be packed for that; None where nothing helps.
 
     TMA stops at the end of a row, wherever that is: address and strides must be multiples of 16 bytes, the contiguous
-    extent need not be. An operand of which that holds is taken as it lies.
+    extent need not be. An operand of which that holds is taken as it lies, but where its rows are gathered.
     """
     sizes = problem.m, problem.n, problem.k, problem.batch, problem.a.rows
     if 0 in sizes or min(problem.a.align, problem.b.align) >= ALIGNMENT:
@@ -93,7 +94,8 @@ def _aligned(name: str, matrix: Matrix, problem: Problem, made: list[Preparation
     rows, inner = _rows(matrix)
     if matrix.align >= ALIGNMENT:
         return matrix
-    if matrix.begins >= ALIGNMENT:
+    # Gathered rows come in whole vectors; a packed row is padded with zeros.
+    if matrix.begins >= ALIGNMENT and WORKS[problem.work].indexed != name:
         return _with_leading(matrix, matrix.leading if rows > 1 else -(-inner * size // ALIGNMENT) * ALIGNMENT // size)
     matrices = problem.batch if matrix.stride_batch else 1
     step = (128 if inner * size >= LINE_FROM else ALIGNMENT) // size

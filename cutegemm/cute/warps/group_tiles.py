@@ -46,12 +46,8 @@ class GroupTiles:
         self.groups = Groups(self.work.masked)
 
     def most(self, args, tiles_m, tiles_n) -> Any:
-        """How many tiles there can be; `args`: the host entry's arguments by name. As `Work.tiles`."""
-        if self.work.ragged not in ("m", "n"):
-            return tiles_m * tiles_n * args.batch
-        extent = args.m if self.along == "m" else args.n
-        more = cutlass.max(cutlass.min(args.batch, extent) - 1, 0)
-        return (tiles_m + more) * tiles_n if self.along == "m" else tiles_m * (tiles_n + more)
+        """How many tiles there can be; `args`: the host entry's arguments by name."""
+        return self.work.most(tiles_m, tiles_n, args.m, args.n, args.batch, cutlass.min, cutlass.max)
 
     def find(self, args, number) -> tuple[Place, Any]:
         """(tile `number`, whether there is one). For all lanes of a warp together."""

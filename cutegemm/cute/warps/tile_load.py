@@ -108,7 +108,9 @@ class TileLoader:
             source = (tile + self._source_offset(p)).toint()
             target = stage_base + self._shared_offset(p)
             left = self._left(k_tile, p)
-            given = [target, source, left * self.itemsize if self.cuts else left]
+            if self.cuts and self.itemsize > 1:
+                left = cutlass.min(left, self.vector) * self.itemsize
+            given = [target, source, left]
             if self.thin_by_l1 and not self.cuts:
                 given.append(self.limit)
             cute.arch.inline_ptx(self.ptx, read_only_args=given)

@@ -16,6 +16,8 @@ import torch
 
 import cutegemm
 from cutegemm.cute import compile as compiler
+from cutegemm.cute.combine import config as combine
+from cutegemm.cute.combine import kernel as combine_kernel
 from cutegemm.cute.quantize import kernel as quantize
 from cutegemm.cute.quantize.config import Tile
 from cutegemm.cute.routing import config as sorting
@@ -25,6 +27,7 @@ from cutegemm.emulator.capture import _Any
 from cutegemm.problem import reference, torch_dtype
 from cutegemm.problem.program.evaluate import evaluate
 from cutegemm.problem.quantization import NAMED, scale_of, values_of
+from cutegemm.pytorch import combining
 from cutegemm.run import arguments, routing
 from tuning import host_stub
 
@@ -71,7 +74,10 @@ class TorchKernel(StandaloneKernel):
         launched.append(Launched(self._by, tuple(given)))
         if refuse_next:
             return refuse_next.pop()
-        alone = {Tile: (quantize, self._quantize), sorting.Tile: (sort_kernel, self._sort)}.get(type(self.config))
+        alone = {
+            Tile: (quantize, self._quantize), sorting.Tile: (sort_kernel, self._sort),
+            combine.Tile: (combine_kernel, self._add_up),
+        }.get(type(self.config))  # fmt: skip
         if alone:
             names = [*alone[0].POINTERS, "stream", *(name for name, _ in alone[0].NUMBERS)]
         else:
@@ -81,6 +87,16 @@ class TorchKernel(StandaloneKernel):
         with torch.no_grad():
             compute(dict(zip(names, given, strict=True)))
         return 0
+
+    def _add_up(self, given: dict[str, Any]) -> None:
+        s: Any = self.signature
+        dtype, slots = torch_dtype(s.dtype), given["tokens"] * given["top_k"]
+        columns = given["vectors"] * s.bytes // dtype.itemsize
+        rows = _at(given["parts"], dtype, (slots, columns), (columns, 1))
+        row_of = _at(given["row_of"], torch.int32, (slots,), (1,))
+        sums = _at(given["sums"], dtype, (given["tokens"], columns), (columns, 1))
+        with torch.autocast("cpu", enabled=False):
+            sums.copy_(combining.by_torch(rows, row_of, given["top_k"]))
 
     def _sort(self, given: dict[str, Any]) -> None:
         s: Any = self.signature

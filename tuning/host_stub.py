@@ -28,7 +28,7 @@ from cutegemm.cute import workspace
 from cutegemm.cute.standalone import StandaloneKernel
 from cutegemm.hardware import arch as arch_table
 from cutegemm.native import build
-from cutegemm.run import call, fused, grouped, quantize_kernels, quantizing, routing_kernels, runner
+from cutegemm.run import call, combining, fused, grouped, quantize_kernels, quantizing, routing_kernels, runner
 
 _SOURCE = """
 int launch(void *self, const void *arguments, int count, void *result) { return 0; }
@@ -105,6 +105,8 @@ def on_cpu(
         patch(quantizing, "_remembered", Memo(limit=4096))
         patch(routing_kernels, "_kernels", Memo(limit=1024))
         patch(routing_kernels, "build", kernel)
+        patch(combining, "_kernels", Memo(limit=256))
+        patch(combining, "build", kernel)
         patch(grouped, "memo", PlanMemo())
         patch(torch.cuda, "is_current_stream_capturing", lambda: False)
         # In C, as torch's own: the index of the CPU is None, and the handle of the default stream 0.

@@ -67,6 +67,7 @@ _SHARED_SOURCES = (
     "state_word.py",
     "tile_order.py",
     "types.py",
+    "warps/group_tiles.py",
     "warps/part_sum.py",
     "whole.py",
     "workspace.py",

@@ -219,7 +219,7 @@ def test_without_any_configuration_it_says_why(monkeypatch, capsys, tmp_path):
     fake_gpus(monkeypatch, [FakeTimer({})], [])
     shapes = ["--shapes", "512x512x1024", "--work", "ragged_k", "--batch", "8"]
     assert sweep.main([*shapes, "--store", str(tmp_path / "w.sqlite3")]) == 1
-    assert "no valid configuration; cute: A is K-major: TMA cannot end a ragged K" in capsys.readouterr().out
+    assert "no valid configuration; cute: A is K-major: loads cannot begin at any k" in capsys.readouterr().out
 
 
 def test_nothing_right_is_a_failure(monkeypatch, capsys, tmp_path):

@@ -3,7 +3,7 @@
     values, scales = quantize(x)                                     each token once, however many experts it has
     H = r * act(X[rows] G_e^T) * (X[rows] U_e^T)                     groups of gathered rows, which bring their scales
     values, scales = quantize(H)
-    Y[places] = H W_e^T                                              scattered to slots; a token's slots are added up
+    Y = H W_e^T                                                      the rows of a token's slots are added up
 
 Sorting, gating and weighting are those of `moe`.
 """

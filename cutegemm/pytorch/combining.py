@@ -22,9 +22,9 @@ def combine(rows: torch.Tensor, row_of: torch.Tensor, top_k: int, backend: str) 
     """
     if torch.compiler.is_dynamo_compiling():
         return by_torch(rows, row_of, top_k, unrolled=top_k <= MOST_UNROLLED)
-    recorded = torch.is_grad_enabled() and rows.requires_grad
+    recorded = (torch.is_grad_enabled() and rows.requires_grad) or torch._C._is_tracing()
     on = backend == "cute" or (backend == "auto" and rows.device != runner._CPU)
-    if not on or recorded or not rows.numel() or transforms.active(rows, row_of) or is_dispatched(rows, row_of):
+    if recorded or not on or transforms.active(rows, row_of) or is_dispatched(rows, row_of) or not rows.numel():
         return by_torch(rows, row_of, top_k)
     from cutegemm.run import combining  # with the kernel families, when one is first needed
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import cutegemm
 from cutegemm import torch_grouped
@@ -105,3 +106,29 @@ def test_every_width_and_float32_run_by_kernels(capability, dtype, width, hidden
     bound = 1e-5 if dtype == torch.float32 else 3e-2
     for mine, right in zip((found, *own), (want, *theirs), strict=True):
         torch.testing.assert_close(mine.double(), right, rtol=bound, atol=bound)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace. is deprecated:DeprecationWarning")
+def test_a_traced_mixture_is_added_up_by_torch(seed):
+    """torch.jit.trace gives sizes as tensors, and would keep nothing of our launch."""
+    generator = torch.Generator().manual_seed(seed)
+    x, weights = torch.randn(6, 16, generator=generator), torch.rand(6, 2, generator=generator)
+    experts = torch.randint(0, 3, (6, 2), generator=generator)
+    gate_up, down = (torch.randn(shape, generator=generator) for shape in ((3, 16, 16), (3, 16, 8)))
+    traced = torch.jit.trace(
+        lambda *given: cutegemm.moe(*given, backend="cute"), (x, experts, weights, gate_up, down), check_trace=False
+    )
+    want = cutegemm.moe(x + 1, experts, weights, gate_up, down, backend="torch")
+    torch.testing.assert_close(traced(x + 1, experts, weights, gate_up, down), want, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_in_8_bits_are_sorted_by_an_operator_where_tensors_are_not_real(seed):
+    """A sort that was launched then read address 0, and a graph kept nothing of it."""
+    torch.manual_seed(seed)
+    layer = Fp8MoE.from_weights(torch.randn(3, 32, 16), torch.randn(3, 16, 16), backend="cute")
+    x, weights, experts = torch.randn(6, 16), torch.rand(6, 2), torch.randint(0, 3, (6, 2))
+    with torch.no_grad():
+        graph = make_fx(lambda *given: layer(given[0], experts=given[1], weights=given[2]))(x, experts, weights)
+        targets = [str(node.target) for node in graph.graph.nodes]
+        assert "cutegemm.route.default" in targets
+        assert torch.equal(graph(x + 1, experts, weights), layer(x + 1, experts=experts, weights=weights))

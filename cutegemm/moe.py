@@ -33,9 +33,9 @@ from cutegemm.problem.program.derive import Source
 from cutegemm.problem.program.graph import Input, Program
 from cutegemm.problem.program.known import lookup
 from cutegemm.problem.work import ROWS
-from cutegemm.pytorch import autocast, autograd, mlp, sharded, sharding_programs, transforms
+from cutegemm.pytorch import autocast, autograd, mlp, sharded, sharding_programs
 from cutegemm.pytorch.combining import combine
-from cutegemm.pytorch.dispatch import is_beyond_autograd, is_dispatched
+from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.pytorch.grouped_autograd import PRODUCT
 from cutegemm.pytorch.program_gradients import ACC, needed, recording
 from cutegemm.pytorch.program_operator import program_of
@@ -197,8 +197,7 @@ _outside_of_graphs._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 def routed(experts: torch.Tensor, weights: torch.Tensor, count: int, backend: str) -> Routing:
     """Sorts the slots of (tokens, top_k) numbers of experts; the order of those of one expert stays."""
-    dynamo = torch.compiler.is_dynamo_compiling()
-    if dynamo or is_dispatched(experts, weights) or transforms.active(experts, weights):
+    if torch.compiler.is_dynamo_compiling() or is_beyond_autograd(experts, weights):
         return Routing(*route_operator(experts, weights, count, backend))
     return routing.route(experts, weights, count, backend)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cutegemm.pytorch import transforms
-from cutegemm.pytorch.dispatch import is_dispatched
+from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.run import runner
 
 MOST_UNROLLED = 16
@@ -22,9 +21,9 @@ def combine(rows: torch.Tensor, row_of: torch.Tensor, top_k: int, backend: str) 
     """
     if torch.compiler.is_dynamo_compiling():
         return by_torch(rows, row_of, top_k, unrolled=top_k <= MOST_UNROLLED)
-    recorded = (torch.is_grad_enabled() and rows.requires_grad) or torch._C._is_tracing()
+    recorded = torch.is_grad_enabled() and rows.requires_grad
     on = backend == "cute" or (backend == "auto" and rows.device != runner._CPU)
-    if recorded or not on or transforms.active(rows, row_of) or is_dispatched(rows, row_of) or not rows.numel():
+    if recorded or not on or is_beyond_autograd(rows, row_of) or not rows.numel():
         return by_torch(rows, row_of, top_k)
     from cutegemm.run import combining  # with the kernel families, when one is first needed
 

@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
+from cutegemm.problem.grouped_reference import as_one
 from cutegemm.problem.grouped_request import Extents, Sizes
 from cutegemm.problem.program.derive import Backward, Source
 from cutegemm.problem.program.evaluate import columns_of, evaluate
 from cutegemm.problem.program.graph import Node, Output, Program
-from cutegemm.problem.program.spread import groups_of, spread
 from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_N, ROWS, SCATTERED
 from cutegemm.pytorch import autograd, program_autograd
 from cutegemm.pytorch.program_autograd import FORWARD_MODE, Like, Settings
@@ -134,41 +134,25 @@ class _Backward:
             return self._by_kernel(found, values, needs.reads_acc and not saved)
         read = [values[source] for source in found.reads]
         derived = described(found.program, [each for each in read if isinstance(each, torch.Tensor)])
-        shape = self._columns_shape
+        shape = self.extents.shape(self.extents.n // (2 if program.gating else 1))
         acc = torch.zeros((), device=self.sizes.groups.device).expand(shape)
-        derived, given = self._as_one(derived, read)
+        derived, given = as_one(self._plain_work, derived, read, self.sizes.groups, shape)
         results = evaluate(derived, acc, given, dtype=torch.float32)
         written = written_places(self._plain_work, self.sizes.groups, *shape[-2:])
         if written is not None:
             results = tuple(torch.where(written, each, 0) for each in results)
         return dict(zip(found.gives, results, strict=True))
 
-    @property
-    def _columns_shape(self) -> tuple[int, ...]:
-        """Of D, in the order of the product's rows."""
-        e, columns = self.extents, self.extents.n // (2 if self.settings.program.gating else 1)
-        return (e.m, columns) if self.work in (*ROWS, RAGGED_N) else (e.groups, e.m, columns)
-
-    def _as_one(self, program: Program, operands: Sequence[Any]) -> tuple[Program, Sequence[Any]]:
-        """The program and its operands with which one evaluation computes all groups."""
-        if self.work not in (*ROWS, RAGGED_N):
-            return program, operands
-        e, axis = self.extents, "m" if self.work in ROWS else "n"
-        groups = groups_of(self.sizes.groups, e.m if axis == "m" else e.n)
-        return spread(program, operands, groups, e.groups, axis)  # type: ignore[arg-type]
-
     def _spread(self, maximum: Maximum, values: dict[Source, Any], saved: dict[Source, torch.Tensor]) -> None:
         """Replaces the gradient of a maximum among the values by that of the elements."""
         program, source = self.settings.program, Source("upstream", maximum.output)
         parts = [saved[each] for each in ACC[: 2 if program.gating else 1] if each in saved]
+        shape, groups = self.extents.shape(self.extents.n), self.sizes.groups
+        acc = torch.zeros((), device=groups.device).expand(shape)
         if parts:
             acc = program_autograd.joined(parts, program.gating)
-        else:
-            *rows, columns = self._columns_shape
-            shape = (*rows, columns * (2 if program.gating else 1))
-            acc = torch.zeros((), device=self.sizes.groups.device).expand(shape)
         read = [values[Source("operand", place)] for place in maximum.operands]
-        alone, given = self._as_one(maximum.program, read)
+        alone, given = as_one(self._plain_work, maximum.program, read, groups, shape)
         reduce = str(program.outputs[maximum.output].reduce)
         values[source] = program_autograd.spread_maximum(alone, acc, given, values[source], reduce, torch.float32)
 
@@ -256,7 +240,7 @@ class _Backward:
 
 
 def _extents(like_a: Like, like_b: Like, sizes: Sizes) -> Extents:
-    """The extents of the forward call."""
+    """The extents of the forward call, with results in the order of the product's rows."""
     dims = like_a.dim(), like_b.dim()
     m, n, k = like_a.shape[-2], like_b.shape[-1], like_a.shape[-1]
     groups = sizes.groups.shape[0]

@@ -59,7 +59,7 @@ class Reductions:
             pieces, out = partials[number], outs[number]
             if pieces is not out:
                 pieces[:, 1:] = _IDENTITY[function]
-                pieces[:, 0] = out.view(matrices, extent) if out.is_contiguous() else out.reshape(matrices, extent)
+                pieces[:, 0] = out.reshape(matrices, extent)
 
     def finish(self, partials: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
         """Reduces the pieces in their order."""

@@ -3,8 +3,8 @@
 Works are numbered group by group. A warp looks at 32 groups at a time, a group a lane: it loads their ends, makes them
 ascend (below), and sums up how many works they have. The works of a role come in ascending order, so that the 32 groups
 in its registers are nearly always those of its next work too: one ballot then finds the group, three shuffles tell the
-lanes about it. The number of all works is summed once, when a CTA begins. A warp that has one work alone finds it
-without (`find_alone`).
+lanes about it. The number of all works is summed once, when a CTA begins. A warp that has a
+single work needs no such sum: `find_alone` finds its group.
 
 Ends that descend, and ends outside of the array, are no reason to touch anything else: an end counts as at least that
 of the group before it, and as at most the array's extent. Counts of rows (masked works) count as 0 to all rows.
@@ -25,7 +25,7 @@ _BEGIN, _END, _WORKS, _FIRST_GROUP, _WORKS_BEFORE, _LAST_END = range(6)
 
 
 class Groups:
-    """The groups of a launch; `start` binds it, `read` must come before `find`, and `find_alone` needs neither.
+    """The groups of a launch; `start` binds it. `read` must come before `find`, but not before `find_alone`.
 
     `ends`: an int32 a group. `extent`: of the array that they divide, or of each product where they are counts.
     `works`: of (begin, end) of a group, its number of works. `lean`: a lane does not keep where its group begins, for

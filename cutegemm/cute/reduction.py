@@ -43,7 +43,7 @@ class Partial:
     def start(self, args, matrix, pieces, extent) -> None:
         """Binds to a launch's arguments and to a matrix of the batch, whose `extent` numbers have `pieces` each.
 
-        Of a group it is given where its last row or column ends; all of D has the numbers.
+        The extent of a group is where its last row or column ends. Its numbers lie among those of the whole D.
         """
         if self.work.indexed == "d":
             extent = args.index_rows

@@ -23,8 +23,10 @@ from cutegemm.problem.work import TABLE
 
 
 class Place(NamedTuple):
-    """A tile: the group's number, its first row and column of D, before which rows and columns the group ends, and
-    where its K begins and how long it is.
+    """A tile of a group.
+
+    matrix: the group's number. row, column: of D, where the tile begins. m, n: before which row and column the group
+    ends. first_k, k: where its K begins, and how long it is.
     """
 
     matrix: Any

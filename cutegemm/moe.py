@@ -34,7 +34,7 @@ from cutegemm.problem.program.graph import Input, Program
 from cutegemm.problem.program.known import lookup
 from cutegemm.problem.work import ROWS
 from cutegemm.pytorch import autocast, autograd, mlp, sharded, sharding_programs
-from cutegemm.pytorch.combining import combine
+from cutegemm.pytorch.combining import combine, gathered
 from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.pytorch.grouped_autograd import PRODUCT
 from cutegemm.pytorch.program_gradients import ACC, needed, recording
@@ -337,7 +337,7 @@ class Mixture(torch.autograd.Function):
             composed = partial(settings.composed, route)
             return *autograd.recorded_gradients(composed, (x, gate_up, down, weights), needs[:4], grad), *nothing
         dx = dgate_up = ddown = dweights = None
-        dy = grad.index_select(0, rows)
+        dy = gathered(grad, rows, settings.backend)
         if needs[2]:
             ddown = settings.product(dy.mT, h, ends)
         if any(ctx.wants):
@@ -345,9 +345,9 @@ class Mixture(torch.autograd.Function):
             if needs[0]:
                 dx = settings.combined(both, gate_up, route, weights.shape[1])
             if needs[1]:
-                dgate_up = settings.product(both.mT, x.index_select(0, rows), ends)
+                dgate_up = settings.product(both.mT, gathered(x, rows, settings.backend), ends)
             if needs[3]:
-                dweights = dweight.index_select(0, row_of).view(weights.shape)
+                dweights = gathered(dweight, row_of, settings.backend).view(weights.shape)
         return dx, dgate_up, ddown, dweights, *nothing
 
 

@@ -24,7 +24,7 @@ from cutegemm.cute.routing import config as sorting
 from cutegemm.cute.routing import kernel as sort_kernel
 from cutegemm.cute.standalone import StandaloneKernel
 from cutegemm.emulator.capture import _Any
-from cutegemm.problem import reference, torch_dtype
+from cutegemm.problem import packing, reference, torch_dtype
 from cutegemm.problem.program.evaluate import evaluate
 from cutegemm.problem.quantization import NAMED, scale_of, values_of
 from cutegemm.pytorch import combining
@@ -91,12 +91,15 @@ class TorchKernel(StandaloneKernel):
     def _add_up(self, given: dict[str, Any]) -> None:
         s: Any = self.signature
         dtype, slots = torch_dtype(s.dtype), given["tokens"] * given["top_k"]
-        columns = given["vectors"] * s.bytes // dtype.itemsize
-        rows = _at(given["parts"], dtype, (slots, columns), (columns, 1))
+        columns, pitch, to_sum = (
+            given[name] * s.bytes // dtype.itemsize for name in ("vectors", "part_pitch", "sum_pitch")
+        )
+        rows = _at(given["parts"], dtype, (given["rows"], columns), (pitch, 1))
         row_of = _at(given["row_of"], torch.int32, (slots,), (1,))
-        sums = _at(given["sums"], dtype, (given["tokens"], columns), (columns, 1))
+        sums = _at(given["sums"], dtype, (given["tokens"], columns), (to_sum, 1))
         with torch.autocast("cpu", enabled=False):
-            sums.copy_(combining.by_torch(rows, row_of, given["top_k"]))
+            found = packing.in_order(rows, row_of) if s.checked else combining.by_torch(rows, row_of, given["top_k"])
+            sums.copy_(found)
 
     def _sort(self, given: dict[str, Any]) -> None:
         s: Any = self.signature

@@ -37,7 +37,7 @@ def operands(
 def _seen(name: str, tensor: torch.Tensor, matrix: Matrix, copies: list[tuple[str, str]]) -> Matrix:
     """The operand as (rows, K)."""
     rows, k = matrix.rows, matrix.cols
-    padded = _padded(k, 1)
+    padded = pitch_of(k, 1)
     if rows == 0 or k == 0:
         return Matrix(rows, k, padded, 1, 0, 16)
     along_k = matrix.stride_col == 1 and (rows == 1 or matrix.stride_row >= k)
@@ -55,12 +55,12 @@ def _seen(name: str, tensor: torch.Tensor, matrix: Matrix, copies: list[tuple[st
 
 def _rows(tensor: torch.Tensor, rows: int, k: int) -> Matrix:
     """The copy of a tensor as (rows, K)."""
-    padded = _padded(k, tensor.element_size())
+    padded = pitch_of(k, tensor.element_size())
     batched = tensor.dim() == 3 and tensor.shape[0] > 1
     return Matrix(rows, k, padded, 1, rows * padded if batched else 0, 16)
 
 
-def _padded(k: int, itemsize: int) -> int:
+def pitch_of(k: int, itemsize: int) -> int:
     """Elements from one row of so many to the next."""
     step = STEP // itemsize
     return -(-max(k, 1) // step) * step
@@ -100,7 +100,7 @@ def ordered(a: torch.Tensor, rows: int, copies: list[tuple[str, str]]) -> Matrix
 def in_order(a: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """The rows of A that an int32 index names, as `ordered` describes them; zeros for an entry that is no row."""
     count, k = a.shape
-    made = a.new_empty(count + 1, _padded(k, a.element_size()))
+    made = a.new_empty(count + 1, pitch_of(k, a.element_size()))
     made[:count, :k] = a.detach()
     made[count:] = 0
     # -1 becomes the last row, which is zero, as all that lies beyond does.
@@ -115,7 +115,7 @@ def packed(name: str, tensor: torch.Tensor, along_k: bool = True) -> torch.Tenso
     bits = tensor.detach().view(_BITS[tensor.element_size()])
     bits = bits.transpose(-1, -2) if turned else bits
     k = bits.shape[-1]
-    made = torch.empty((*bits.shape[:-1], _padded(k, bits.element_size())), dtype=bits.dtype, device=bits.device)
+    made = torch.empty((*bits.shape[:-1], pitch_of(k, bits.element_size())), dtype=bits.dtype, device=bits.device)
     if made.shape[-1] != k:
         made[..., k:] = 0
     found = made[..., :k].copy_(bits).view(tensor.dtype)

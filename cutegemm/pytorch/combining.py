@@ -1,4 +1,4 @@
-"""The rows of a mixture's tokens added up: the kernel of `cute.combine` on GPUs, torch elsewhere."""
+"""The rows of a mixture's tokens gathered and added up: the kernel of `cute.combine` on GPUs, torch elsewhere."""
 
 from __future__ import annotations
 
@@ -21,18 +21,33 @@ def combine(rows: torch.Tensor, row_of: torch.Tensor, top_k: int, backend: str) 
     """
     if torch.compiler.is_dynamo_compiling():
         return by_torch(rows, row_of, top_k, unrolled=top_k <= MOST_UNROLLED)
-    recorded = torch.is_grad_enabled() and rows.requires_grad
-    on = backend == "cute" or (backend == "auto" and rows.device != runner._CPU)
-    if recorded or not on or is_beyond_autograd(rows, row_of) or not rows.numel():
-        return by_torch(rows, row_of, top_k)
-    from cutegemm.run import combining  # with the kernel families, when one is first needed
+    found = None
+    if _by_kernel(rows, row_of, backend):
+        from cutegemm.run import combining  # with the kernel families, when one is first needed
 
-    found = combining.run(rows, row_of, top_k)
+        found = combining.run(rows, row_of, top_k)
     return by_torch(rows, row_of, top_k) if found is None else found
 
 
+def gathered(rows: torch.Tensor, index: torch.Tensor, backend: str) -> torch.Tensor:
+    """The rows of (tokens, N) that an int32 index names, all of which there are; backend: as of `combine`."""
+    found = None
+    if not torch.compiler.is_dynamo_compiling() and _by_kernel(rows, index, backend):
+        from cutegemm.run import combining
+
+        found = combining.gathered(rows, index)
+    return rows.index_select(0, index) if found is None else found
+
+
+def _by_kernel(rows: torch.Tensor, index: torch.Tensor, backend: str) -> bool:
+    """Whether a kernel may compute: plain tensors with elements, of which no gradient is recorded."""
+    on = backend == "cute" or (backend == "auto" and rows.device != runner._CPU)
+    recorded = torch.is_grad_enabled() and rows.requires_grad
+    return on and not recorded and not is_beyond_autograd(rows, index) and bool(rows.numel() and index.numel())
+
+
 def by_torch(rows: torch.Tensor, row_of: torch.Tensor, top_k: int, unrolled: bool = False) -> torch.Tensor:
-    """The same by operators of torch, which every transform knows."""
+    """`combine` by operators of torch, which every transform knows."""
     each = rows.index_select(0, row_of)
     if top_k == 1:
         return each

@@ -1,4 +1,4 @@
-"""From the rows of tokens to the launched kernel that adds them up."""
+"""From the rows of tokens to the launched kernel that adds them up, or gathers them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from cutegemm.cute.combine.config import Signature, Tile
 from cutegemm.cute.standalone import StandaloneKernel
 from cutegemm.errors import GemmError
 from cutegemm.hardware.arch import Arch
+from cutegemm.problem import packing
 from cutegemm.problem.dtypes import dtype_name
 from cutegemm.run import runner, steps
 from cutegemm.run.environment import variable
@@ -25,35 +26,77 @@ _kernels = planning.Memo(limit=256)
 def run(rows: torch.Tensor, row_of: torch.Tensor, top_k: int) -> torch.Tensor | None:
     """As `pytorch.combining.combine`; None where the GPU cannot run the kernel."""
     step = step_of(rows, top_k)
-    if step is None:
-        return None
-    sums = rows.new_empty((rows.shape[0] // top_k, rows.shape[1]))
-    steps.run([step], config.POINTERS, (rows, row_of, sums), rows.device, {"sums"})
-    return sums
+    return None if step is None else _launched(step, rows, row_of, (rows.shape[0] // top_k, rows.shape[1]))
 
 
 def step_of(rows: torch.Tensor, top_k: int) -> Step | None:
     """The launch for these rows; None where the GPU cannot run the kernel, or they are not contiguous."""
-    count, columns, size = rows.shape[0] // top_k, rows.shape[1], rows.element_size()
-    width = math.gcd(columns * size, 16, rows.data_ptr() or 16)
-    vectors, tile = columns * size // width, Tile()
-    if count * vectors > config.MOST_VECTORS or not rows.is_contiguous():
+    if not rows.is_contiguous():
+        return None
+    return _step(rows, rows.shape[0] // top_k, top_k, checked=False)
+
+
+def gathered(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor | None:
+    """As `pytorch.combining.gathered`; None where the GPU cannot run the kernel, or a row is not contiguous."""
+    step = _step(rows, len(index), 1, checked=False)
+    return None if step is None else _launched(step, rows, index, (len(index), rows.shape[1]))
+
+
+def in_order(a: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """As `packing.in_order`, by the kernel where that can be."""
+    padded = packing.pitch_of(a.shape[1], a.element_size())
+    step = _step(a, len(index), 1, checked=True, pitch=padded)
+    if step is None:
+        return packing.in_order(a, index)
+    return _launched(step, a, index, (len(index), padded))[:, : a.shape[1]]
+
+
+def _launched(step: Step, rows: torch.Tensor, row_of: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    sums = rows.new_empty(shape)
+    steps.run([step], config.POINTERS, (rows.detach(), row_of, sums), rows.device, {"sums"})
+    return sums
+
+
+def _step(rows: torch.Tensor, count: int, top_k: int, *, checked: bool, pitch: int | None = None) -> Step | None:
+    """The launch that makes `count` rows, each the sum of `top_k`; None where the GPU cannot run the kernel.
+
+    pitch: elements from one row that is made to the next.
+    """
+    columns, size = rows.shape[1], rows.element_size()
+    if columns > 1 and rows.stride(1) != 1:
+        return None
+    # Of a single row the distance to the next is free.
+    from_row, to_row = rows.stride(0) if rows.shape[0] > 1 else columns, columns if pitch is None else pitch
+    width = math.gcd(columns * size, from_row * size, rows.data_ptr() or 16, 16)
+    tile = Tile()
+    vectors, from_row, to_row = (each * size // width for each in (columns, from_row, to_row))
+    if count * vectors > config.MOST_VECTORS or from_row > config.MOST_VECTORS:
         return None
     arch, ctas = steps.arch_of(rows.device), -(-count * vectors // tile.threads)
-    signature = Signature(str(dtype_name(rows.dtype)), width, top_k if top_k <= config.MOST_UNROLLED else 0)
-    key = signature, arch, rows.device.index, variable("CUTEGEMM_CACHE_DIR")
-    kernel = _kernels.get(key)
+    known = top_k if top_k <= config.MOST_UNROLLED else 0
+    kernel = _kernel(Signature(str(dtype_name(rows.dtype)), width, known, checked), tile, arch, rows.device)
     if kernel is None:
-        if tile.why_invalid(arch) is not None:
-            return None
-        if rows.device != runner._CPU and torch.cuda.is_current_stream_capturing():
+        return None
+    numbers = (
+        count, vectors, top_k, ctas, int(tile.begins_early(ctas, arch)), rows.shape[0], from_row, to_row,
+    )  # fmt: skip
+    return Step(kernel, numbers)
+
+
+def _kernel(signature: Signature, tile: Tile, arch: Arch, device: torch.device) -> StandaloneKernel | None:
+    """The kernel, which is remembered; None where the GPU cannot run it."""
+    key = signature, arch, device.index, variable("CUTEGEMM_CACHE_DIR")
+    kernel: StandaloneKernel | None = _kernels.get(key)
+    if kernel is None and tile.why_invalid(arch) is None:
+        if device != runner._CPU and torch.cuda.is_current_stream_capturing():
             raise GemmError(
-                "the kernel that adds up the rows of tokens is not loaded yet, and loading it would break the CUDA "
-                "graph capture under way; call cutegemm.moe once with tensors of the same description before capturing"
+                "the kernel that adds up or gathers the rows of tokens is not loaded yet, and loading it would break "
+                "the CUDA graph capture under way; make the call once with tensors of the same description before "
+                "capturing"
             )
         kernel = build(signature, tile, arch)
         _kernels.put(key, kernel)
-    return Step(kernel, (count, vectors, top_k, ctas, int(tile.begins_early(ctas, arch))))
+    return kernel
 
 
 def build(signature: Signature, tile: Tile, arch: Arch) -> StandaloneKernel:

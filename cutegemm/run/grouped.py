@@ -91,6 +91,9 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
     names = ["counts" if work.masked else "offsets", "rows" if work.indexed == "a" else "places"]
     extent = {"m": problem.m, "n": problem.n, "k": problem.k}[work.ragged or "m"]
     limit = problem.d.rows if work.indexed == "d" else 0
+    in_order = packing.in_order
+    if plan.kernel is not None:
+        from cutegemm.run.combining import in_order  # it comes with the kernel families
 
     def run(a: Any, b: Any, arrays: Arrays, operands: Sequence[Any], out: Any) -> Results:
         if checks:
@@ -101,7 +104,7 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
         if not new:
             fused.check_writable(given, a, b, operands, dict(zip(names, arrays, strict=False)))
         if asked.gathers:
-            a = packing.in_order(a, arrays[1])
+            a = in_order(a, arrays[1])
         elif "a" in copied:
             a = packing.copied("a", a, problem.work)
         if "b" in copied:

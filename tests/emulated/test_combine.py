@@ -1,4 +1,4 @@
-"""The kernel that adds up the rows of a mixture's tokens, in the emulator."""
+"""The kernel that adds up the rows of a mixture's tokens, and gathers rows, in the emulator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from cutegemm.cute.combine.config import MOST_UNROLLED, POINTERS
 from cutegemm.cute.combine.kernel import NUMBERS
 from cutegemm.emulator.bridge import emulate
 from cutegemm.emulator.errors import BeforeTheWait
+from cutegemm.problem import packing
 from cutegemm.pytorch import combining
+from cutegemm.run import combining as by_kernel
 from cutegemm.run.combining import step_of
 from tests.sass import opcodes, spilled
 
@@ -41,6 +43,32 @@ def test_rows_are_added_in_the_order_of_the_choices():
     row_of = torch.tensor([1, 0, 2, 3, 3, 1, 2, 0]).int()
     rows = torch.cat((rows, rows))
     assert combining.combine(rows, row_of, 4, "cute").tolist() == [[0.5], [1.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("columns", [1, 7, 10, 36, 520])
+@pytest.mark.parametrize("layout", ["rows", "within wider rows", "at an odd address", "columns"])
+@pytest.mark.product(keep=12)
+def test_rows_are_gathered_as_they_are(dtype, columns, layout, seed):
+    """Each bit of them, of NaN too. An index of no row gives zeros where it may be one."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    rows = torch.randint(-(2**15), 2**15, (11, columns + 3), generator=generator).to(bits)
+    place = {"rows": slice(columns), "within wider rows": slice(columns), "at an odd address": slice(1, columns + 1)}
+    rows = rows.t()[:columns].t() if layout == "columns" else rows[:, place[layout]]
+    rows = rows.contiguous() if layout == "rows" else rows.t().contiguous().t() if layout == "columns" else rows
+    index = torch.randint(0, 11, (23,), generator=generator).int()
+    found = combining.gathered(rows.view(dtype), index, "cute")
+    assert torch.equal(found.view(bits), rows[index.long()])
+    assert (by_kernel.gathered(rows.view(dtype), index) is None) is (layout == "columns" and columns > 1)
+    wild = index.clone()
+    wild[::3] = torch.tensor([-1, 11, -(2**31), 2**31 - 1, 12, -2, 100, -100]).int()
+    for given in (index, wild):
+        within = (given >= 0) & (given < 11)
+        want = torch.where(within[:, None], rows[given.clamp(0, 10).long()], 0)
+        for made in (by_kernel.in_order(rows.view(dtype), given), packing.in_order(rows.view(dtype), given)):
+            assert torch.equal(made.view(bits), want)
+            assert made.stride() == (packing.pitch_of(columns, dtype.itemsize), 1)
 
 
 def test_nothing_is_read_before_the_kernel_in_front_has_ended(seed):
@@ -77,3 +105,7 @@ def test_what_torch_adds_up(seed):
     assert step_of(rows.t().contiguous().t(), 2) is None
     assert torch.equal(combining.combine(rows.t().contiguous().t(), row_of, 2, "cute"), found)
     assert combining.combine(rows[:0], row_of[:0], 2, "cute").shape == (0, 8)
+    for given in ((rows[:0], row_of[:0]), (rows, row_of[:0])):
+        assert combining.gathered(*given, "cute").shape == (0, 8)
+    (gradient,) = torch.autograd.grad(combining.gathered(leaf, row_of, "cute").sum(), leaf)
+    assert torch.equal(gradient, torch.ones_like(rows))

@@ -10,7 +10,7 @@ import cutegemm
 from cutegemm import torch_grouped
 from cutegemm.nn import Fp8MoE
 from cutegemm.problem import packing
-from cutegemm.run import grouped
+from cutegemm.run import combining, grouped
 
 pytest.importorskip("llvmlite")
 pytestmark = pytest.mark.usefixtures("few_sms", "fresh_timing")
@@ -34,8 +34,8 @@ def test_forward_and_backward_by_the_kernels(tokens, top_k, gathers, seed, monke
         monkeypatch.setattr(packing, "GATHERED_COLUMNS", 16)
     grouped.memo.clear()
     passes = []
-    in_order = packing.in_order
-    monkeypatch.setattr(packing, "in_order", lambda *given: passes.append(given) or in_order(*given))
+    in_order = combining.in_order
+    monkeypatch.setattr(combining, "in_order", lambda *given: passes.append(given) or in_order(*given))
     generator = torch.Generator().manual_seed(seed)
 
     def integers(*shape, most=1):

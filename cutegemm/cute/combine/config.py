@@ -1,7 +1,8 @@
-"""Which kernel adds up the rows of a mixture's tokens: its signature, and the tile of a CTA.
+"""Which kernel adds up the rows of a mixture's tokens, or gathers rows: its signature, and the tile of a CTA.
 
 A thread has `bytes` neighbouring bytes of one token's sum. It loads the numbers of the token's rows, then its part of
-each row, adds these up in fp32 in the order of the choices, and rounds once. No atomics: every run gives the same.
+each row, adds these up in fp32 in the order of the choices, and rounds once. No atomics: every run gives the same. One
+row a token is copied as it is: that gathers rows.
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ class Signature:
 
     Attributes:
         dtype: "fp16", "bf16" or "fp32". bytes: of a vector, 16 or what divides a row. top_k: rows of a token; 0: any
-            number.
+            number. checked: a number may be of no row, for which zeros are taken.
     """
 
     dtype: str
     bytes: int
     top_k: int
+    checked: bool = False
 
     def __str__(self) -> str:
-        return f"combine {self.top_k or 'any'} {self.dtype} {self.bytes}"
+        return f"combine {self.top_k or 'any'} {self.dtype} {self.bytes}" + " checked" * self.checked
 
 
 class Tile(NamedTuple):

@@ -1,4 +1,4 @@
-"""The kernel that adds up the rows of a mixture's tokens; see `config.py`.
+"""The kernel that adds up the rows of a mixture's tokens, or gathers rows; see `config.py`.
 
 It reads each row and writes each sum once: 2 top_k + 2 bytes for each 16-bit element of a sum, which is all that it
 does. With 16 bytes a thread, and two rows a token, an SM has 64 KiB of loads under way.
@@ -18,9 +18,11 @@ from cutegemm.cute.source import aligned, element
 from cutegemm.cute.standalone_operator import StandaloneOperator
 
 NUMBERS: tuple[tuple[str, Any], ...] = tuple(
-    (name, Int32) for name in ("tokens", "vectors", "top_k", "ctas", "early")
+    (name, Int32) for name in ("tokens", "vectors", "top_k", "ctas", "early", "rows", "part_pitch", "sum_pitch")
 )  # fmt: skip
-"""The entry's numbers behind the stream; vectors: of a row."""
+"""The entry's numbers behind the stream. vectors: of a row. rows: of `parts`. pitches: vectors from one row of `parts`,
+or of `sums`, to the next.
+"""
 
 
 class Combine(StandaloneOperator):
@@ -49,8 +51,11 @@ class Combine(StandaloneOperator):
         """Writes a vector of a token's sum, if there is such a token."""
         args, top_k = self.args, self.signature.top_k
         if token < args.tokens:
+            target = self._vector(args.sums, token, args.sum_pitch, vector)
             total = cute.make_rmem_tensor(self.width, Float32)
-            if cutlass.const_expr(top_k):
+            if cutlass.const_expr(top_k == 1):
+                cute.autovec_copy(self._part(element(args.row_of, token), vector), target)
+            elif cutlass.const_expr(top_k):
                 rows = [element(args.row_of, token * top_k + choice) for choice in range(top_k)]
                 parts = [self._part(row, vector) for row in rows]
                 total.store(parts[0].load().to(Float32))
@@ -62,17 +67,25 @@ class Combine(StandaloneOperator):
                 for choice in cutlass.range(1, args.top_k, unroll=1):
                     part = self._part(element(args.row_of, first + choice), vector)
                     total.store(total.load() + part.load().to(Float32))
-            rounded = cute.make_rmem_tensor(self.width, self.dtype)
-            rounded.store(total.load().to(self.dtype))
-            cute.autovec_copy(rounded, self._vector(args.sums, token, vector))
+            if cutlass.const_expr(top_k != 1):
+                rounded = cute.make_rmem_tensor(self.width, self.dtype)
+                rounded.store(total.load().to(self.dtype))
+                cute.autovec_copy(rounded, target)
 
-    def _vector(self, pointer, row, vector) -> Any:
+    def _vector(self, pointer, row, pitch, vector) -> Any:
         """The vector of that number in a row."""
-        place = pointer + (Int64(row) * self.args.vectors + vector) * self.width
+        place = pointer + (Int64(row) * pitch + vector) * self.width
         return cute.make_tensor(aligned(place, self.signature.bytes), cute.make_layout(self.width))
 
-    def _part(self, row, vector) -> Any:
-        """The vector of a row, in registers."""
+    @cute.jit
+    def _part(self, row, vector):
+        """The vector of a row, in registers; zeros where there is no such row."""
         found = cute.make_rmem_tensor(self.width, self.dtype)
-        cute.autovec_copy(self._vector(self.args.parts, row, vector), found)
+        source = self._vector(self.args.parts, row, self.args.part_pitch, vector)
+        if cutlass.const_expr(self.signature.checked):
+            found.fill(0)
+            if (row >= 0) & (row < self.args.rows):
+                cute.autovec_copy(source, found)
+        else:
+            cute.autovec_copy(source, found)
         return found

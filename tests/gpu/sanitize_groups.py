@@ -1,0 +1,159 @@
+"""Runs products in groups and mixtures of experts on small ragged sizes, for NVIDIA's compute-sanitizer to watch:
+
+    python -m tests.gpu.sanitize_groups --build
+    compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.gpu.sanitize_groups
+
+(and racecheck, synccheck). The first command compiles in parallel what the second would compile one after the other; it
+needs no GPU. Every result is checked. Of each work: mma.sync, CUDA cores, and Hopper's kernel, with matrix operands and
+with sums. Besides: the sort of a mixture's slots, the sum of its tokens' rows, and gathered rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+
+from cutegemm import backend, ops
+from cutegemm.hardware import arch as arch_table
+from cutegemm.hardware.arch import Arch
+from cutegemm.problem import Signature, grouped_request
+from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_N, SCATTERED
+from cutegemm.pytorch import combining
+from cutegemm.run import combining as by_kernel
+from cutegemm.run import routing
+from tests.groups import WORKS, GroupCase
+
+CONFIGS = {
+    "bf16": (
+        "sm80/64x64x32/w32x32/s2/g1",
+        "sm80/32x64x64/w16x32/s3/g8",
+        "sm90/128x64x64/coop2/c1x2/s3/serp2/zig/pdl",
+        "sm90/64x32x64/pp/c1x1/s3/g2/swap",
+        "sm90/128x64x64/coop2/c2x1/s3/serp2/streamk",
+        "sm90/128x48x64/coop2/c2x1/s3/serp2/swap/zig/fit/pdl",
+    ),
+    "fp32": ("simt/64x64x16/w32x32/s2/g8", "simt/32x32x64/w32x32/s3/g8/x8"),
+    "e4m3": ("sm90/128x64x128/coop2/c1x1/s3/serp2/pdl",),
+    "int8": ("sm80/64x64x64/w32x32/s3/g4", "sm90/64x64x128/pp/c1x2/s3/serp2/pdl"),
+}
+SIZES = (5, 0, 37, 1, 140)
+EXTENTS = ((136, 72, 200), (67, 45, 131))
+"""M (of works that no groups of rows have), N and K: such as TMA takes, and odd ones."""
+MIXTURES = ((1, 8, 128, 136), (37, 2, 8, 45), (1100, 4, 33, 8))
+"""Tokens, top_k, experts, columns."""
+
+
+def cases(device: str) -> Iterator[tuple[GroupCase, str]]:
+    """Every problem with its configuration; the same on any device."""
+    cute, card, number = backend.get("cute"), arch_table.get("sm_90a"), 0
+    for dtype, configs in CONFIGS.items():
+        for config in configs:
+            for work in WORKS:
+                for m, n, k in EXTENTS:
+                    number += 1
+                    case = _case(work, dtype, m, n, k, number, device)
+                    if cute.check(cute.parse(config), _problem(case), card) is None:
+                        yield case, config
+
+
+def _case(work: str, dtype: str, m: int, n: int, k: int, number: int, device: str) -> GroupCase:
+    """A product of such groups; those of floating-point elements have a matrix operand or a sum behind."""
+    m = max(m, *SIZES) if work == MASKED else m
+    tail = (-sum(SIZES)) % 8 + (3 if n % 8 else 8)
+    case = GroupCase.random(work, SIZES, m, n, k, dtype, seed=number, tail=tail, device=device)
+    if dtype in ("e4m3", "int8"):
+        return case
+    e, generator = case.extents, torch.Generator(device=device).manual_seed(number)
+    along_n = work == RAGGED_N
+    if number % 3 == 0:
+        total = ops.column_sum if along_n else ops.row_sum
+        case.epilogue = lambda acc: (acc, total(acc))
+    elif number % 3 == 1 and work not in (GATHERED, SCATTERED):
+        shape = (e.groups, e.m, e.n) if work in (MASKED, RAGGED_K) else (e.m, e.n)
+        case.operands = (torch.randn(shape, generator=generator, device=device).bfloat16(),)
+        case.epilogue = lambda acc, x: acc * x
+    return case
+
+
+def _problem(case: GroupCase) -> Any:
+    program, operands, out_dtype = case.described()
+    sizes = grouped_request.Sizes(**case.given)
+    return grouped_request.describe(case.a, case.b, sizes, program, operands, None, out_dtype, None).problem
+
+
+def mixtures(device: str) -> Iterator[Callable[[], None]]:
+    """The sort, the sum and the gathered rows of each of `MIXTURES`, compared with torch's."""
+    for number, (tokens, top_k, count, columns) in enumerate(MIXTURES):
+        generator = torch.Generator(device=device).manual_seed(number)
+        experts = torch.randint(-1, count + 1, (tokens, top_k), generator=generator, device=device)
+        weights = torch.rand(tokens, top_k, generator=generator, device=device)
+        for dtype in (torch.bfloat16, torch.float32):
+            parts = torch.randn(tokens * top_k, columns, generator=generator, device=device).to(dtype)
+
+            def check(experts=experts, weights=weights, count=count, parts=parts, top_k=top_k) -> None:
+                found = routing.route(experts, weights, count, "cute")
+                for mine, theirs in zip(found, routing.by_torch(experts, weights, count), strict=True):
+                    assert torch.equal(mine, theirs)
+                given = parts, found.row_of, top_k
+                torch.testing.assert_close(combining.combine(*given, "cute"), combining.by_torch(*given))
+                index = found.rows - 1  # -1 is no row
+                want = torch.where(index[:, None] < 0, 0, parts[index.clamp(min=0).long()])
+                assert torch.equal(by_kernel.in_order(parts, index), want)
+
+            yield check
+
+
+def build(card: Arch) -> int:
+    """Compiles all kernels of products into the store, in parallel; returns 1 when one fails."""
+    from tuning.prebuild import compile_all
+
+    wanted: list[tuple[Signature, str, str]] = [
+        (_problem(case).signature, "cute", config) for case, config in cases("cpu")
+    ]
+    count, seconds, failed = compile_all(wanted, card)
+    print(f"compiled {count} kernels in {seconds:.1f} s")
+    for what, why in failed.items():
+        print(f"FAILED {what}: {why}")
+    return int(bool(failed))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns 1 when a kernel could not be compiled, 3 when it ran out of time."""
+    parser = argparse.ArgumentParser("python -m tests.gpu.sanitize_groups", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--build", action="store_true", help="only compile, for the GPU here or else an H200")
+    parser.add_argument("--family", default="", help="only configurations that begin with this, such as sm80")
+    parser.add_argument("--shard", default="1/1", help="I/N: every N-th problem from the I-th on")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no problem after so many")
+    given = parser.parse_args(argv)
+    first, _, step = given.shard.partition("/")
+    if not (first.isdecimal() and step.isdecimal() and 1 <= int(first) <= int(step)):
+        parser.error(f"--shard: got {given.shard!r}, expected I/N with I from 1 to N")
+    if given.build:
+        return build(Arch.of_device() if torch.cuda.is_available() else arch_table.get("sm_90a"))
+    if not torch.cuda.is_available():
+        parser.error("it runs kernels on a GPU, and torch sees no CUDA device; --build needs none")
+    begun, count = time.monotonic(), 0
+    checks: list[Callable[[], Any]] = [
+        lambda case=case, config=config: case.run(case.a.dtype == torch.int8, backend="cute", config=config)
+        for case, config in cases("cuda")
+        if config.startswith(given.family)
+    ]
+    checks += [] if given.family else mixtures("cuda")
+    for number, check in enumerate(islice(checks, int(first) - 1, None, int(step))):
+        if time.monotonic() - begun > given.seconds:
+            print(f"{count} problems right, out of time before number {number} of the shard")
+            return 3
+        check()
+        count += 1
+    print(f"{count} problems right")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

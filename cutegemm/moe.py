@@ -26,7 +26,7 @@ import torch
 from cutegemm import backend as backends
 from cutegemm import native
 from cutegemm.grouped import by_operator, grouped_gemm
-from cutegemm.problem import request
+from cutegemm.problem import packing, request
 from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.grouped_request import MOST_GROUPS, Sizes
 from cutegemm.problem.program.derive import Source
@@ -34,7 +34,7 @@ from cutegemm.problem.program.graph import Input, Program
 from cutegemm.problem.program.known import lookup
 from cutegemm.problem.work import ROWS
 from cutegemm.pytorch import autocast, autograd, mlp, sharded, sharding_programs
-from cutegemm.pytorch.combining import combine, gathered
+from cutegemm.pytorch.combining import combine, gathered, spread
 from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.pytorch.grouped_autograd import PRODUCT
 from cutegemm.pytorch.program_gradients import ACC, needed, recording
@@ -221,7 +221,11 @@ class Settings(NamedTuple):
 
     def hidden(self, x: Any, gate_up: Any, weight: Any, route: Routing, text: str) -> Any:
         """H, (tokens * top_k, F) in sorted order, and what else the program gives; weight: of each row, (rows, 1)."""
-        return self.product(x, gate_up.mT, route.ends, text=text, operands=(weight,), rows=route.rows)
+        rows = route.rows
+        symbolic = torch.compiler.is_dynamo_compiling() or is_beyond_autograd(x, gate_up)
+        if not symbolic and _spreads_first(x, len(rows), gate_up):
+            x, rows = spread(x, rows, route.row_of, len(rows) // x.shape[0], self.backend), None
+        return self.product(x, gate_up.mT, route.ends, text=text, operands=(weight,), rows=rows)
 
     def combined(self, rows: Any, b: Any, route: Routing, top_k: int) -> Any:
         """rows @ b in groups, and each token's rows added up: (tokens, columns of b)."""
@@ -245,15 +249,20 @@ class Settings(NamedTuple):
         ends, rows = like(torch.int32, count), like(torch.int32, slots)
         text = programs_of(self.activation, weights.dtype, x.dtype, (False, False))[0]
         by = self.precision, self.backend
+        spreading: tuple[Any, ...] | None = ()
+        sizes, arrays = Sizes(ends, None, rows, None), ((2, 0), (3, 0))
+        if _spreads_first(x, slots, gate_up):
+            step = combining.spread_step_of(x, experts.shape[1])
+            spreading = None if step is None else steps.launchers([step], x.device)
+            x, sizes, arrays = like(x.dtype, slots, x.shape[1]), Sizes(ends), arrays[:1]
         hidden = grouped.launch_of(
-            x, gate_up.mT, Sizes(ends, None, rows, None), program_of(text), (like(weights.dtype, slots, 1),), *by,
-            ((2, 0), (3, 0)), 5,
-        )  # fmt: skip
+            x, gate_up.mT, sizes, program_of(text), (like(weights.dtype, slots, 1),), *by, arrays, 5
+        )
         h = like(x.dtype, slots, down.shape[2])
         result = grouped.launch_of(h, down.mT, Sizes(ends), program_of(PRODUCT), (), *by, ((2, 0),), 5)
         adding = combining.step_of(like(x.dtype, slots, down.shape[1]), experts.shape[1])
         add = None if adding is None else steps.launchers([adding], x.device)
-        how = sort, routing_kernels.counts_of(sorting, count), hidden, result, add
+        how = sort, routing_kernels.counts_of(sorting, count), spreading, hidden, result, add
         return None if None in how else how
 
     def composed(self, route: Routing, x: Any, gate_up: Any, down: Any, weights: Any) -> Any:
@@ -262,6 +271,12 @@ class Settings(NamedTuple):
         weight = _of_rows(weights, route) if route.weights is None else route.weights
         rows = self.hidden(x, gate_up, weight, route, text)
         return self.combined(rows, down.mT, route, weights.shape[1])
+
+
+def _spreads_first(x: Any, slots: int, gate_up: Any) -> bool:
+    """Whether the tokens' rows are copied to their places in front of the first product."""
+    groups, columns, _ = gate_up.shape
+    return packing.gathers_first(x.shape[0], slots, groups, columns, x.element_size())
 
 
 def _of_rows(weights: torch.Tensor, route: Routing) -> torch.Tensor:
@@ -337,7 +352,8 @@ class Mixture(torch.autograd.Function):
             composed = partial(settings.composed, route)
             return *autograd.recorded_gradients(composed, (x, gate_up, down, weights), needs[:4], grad), *nothing
         dx = dgate_up = ddown = dweights = None
-        dy = gathered(grad, rows, settings.backend)
+        at_places = partial(spread, token_of=rows, row_of=row_of, top_k=weights.shape[1], backend=settings.backend)
+        dy = at_places(grad)
         if needs[2]:
             ddown = settings.product(dy.mT, h, ends)
         if any(ctx.wants):
@@ -345,7 +361,7 @@ class Mixture(torch.autograd.Function):
             if needs[0]:
                 dx = settings.combined(both, gate_up, route, weights.shape[1])
             if needs[1]:
-                dgate_up = settings.product(both.mT, gathered(x, rows, settings.backend), ends)
+                dgate_up = settings.product(both.mT, at_places(x), ends)
             if needs[3]:
                 dweights = gathered(dweight, row_of, settings.backend).view(weights.shape)
         return dx, dgate_up, ddown, dweights, *nothing

@@ -90,16 +90,21 @@ class TorchKernel(StandaloneKernel):
 
     def _add_up(self, given: dict[str, Any]) -> None:
         s: Any = self.signature
-        dtype, slots = torch_dtype(s.dtype), given["tokens"] * given["top_k"]
-        columns, pitch, to_sum = (
-            given[name] * s.bytes // dtype.itemsize for name in ("vectors", "part_pitch", "sum_pitch")
+        dtype, tokens, top_k = torch_dtype(s.dtype), given["tokens"], given["top_k"]
+        columns, pitch, to_made = (
+            given[name] * s.bytes // dtype.itemsize for name in ("vectors", "given_pitch", "made_pitch")
         )
-        rows = _at(given["parts"], dtype, (given["rows"], columns), (pitch, 1))
-        row_of = _at(given["row_of"], torch.int32, (slots,), (1,))
-        sums = _at(given["sums"], dtype, (given["tokens"], columns), (to_sum, 1))
+        rows = _at(given["given"], dtype, (given["rows"], columns), (pitch, 1))
+        row_of = _at(given["row_of"], torch.int32, (tokens * top_k,), (1,))
+        count = tokens * top_k if s.does == "spread" else tokens
+        made = _at(given["made"], dtype, (count, columns), (to_made, 1))
         with torch.autocast("cpu", enabled=False):
-            found = packing.in_order(rows, row_of) if s.checked else combining.by_torch(rows, row_of, given["top_k"])
-            sums.copy_(found)
+            if s.does == "spread":
+                made[row_of.long()] = rows.repeat_interleave(top_k, 0)
+            elif s.does == "gather":
+                made.copy_(packing.in_order(rows, row_of))
+            else:
+                made.copy_(combining.by_torch(rows, row_of, top_k))
 
     def _sort(self, given: dict[str, Any]) -> None:
         s: Any = self.signature

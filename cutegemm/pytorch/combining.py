@@ -1,4 +1,4 @@
-"""The rows of a mixture's tokens gathered and added up: the kernel of `cute.combine` on GPUs, torch elsewhere."""
+"""The rows of a mixture's tokens copied and added up: the kernel of `cute.combine` on GPUs, torch elsewhere."""
 
 from __future__ import annotations
 
@@ -37,6 +37,21 @@ def gathered(rows: torch.Tensor, index: torch.Tensor, backend: str) -> torch.Ten
 
         found = combining.gathered(rows, index)
     return rows.index_select(0, index) if found is None else found
+
+
+def spread(rows: torch.Tensor, token_of: torch.Tensor, row_of: torch.Tensor, top_k: int, backend: str) -> torch.Tensor:
+    """Each token's row at all of its places: (tokens * top_k, N).
+
+    Args:
+        rows: (tokens, N), fp16, bf16 or fp32. token_of: of each place its token, int32. row_of, backend: as of
+            `combine`.
+    """
+    found = None
+    if not torch.compiler.is_dynamo_compiling() and _by_kernel(rows, row_of, backend):
+        from cutegemm.run import combining
+
+        found = combining.spread(rows, row_of, top_k)
+    return rows.index_select(0, token_of) if found is None else found
 
 
 def _by_kernel(rows: torch.Tensor, index: torch.Tensor, backend: str) -> bool:

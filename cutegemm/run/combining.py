@@ -1,4 +1,4 @@
-"""From the rows of tokens to the launched kernel that adds them up, or gathers them."""
+"""From the rows of a mixture's tokens to the launched kernel that adds them up, gathers or spreads them."""
 
 from __future__ import annotations
 
@@ -30,35 +30,46 @@ def run(rows: torch.Tensor, row_of: torch.Tensor, top_k: int) -> torch.Tensor | 
 
 
 def step_of(rows: torch.Tensor, top_k: int) -> Step | None:
-    """The launch for these rows; None where the GPU cannot run the kernel, or they are not contiguous."""
-    if not rows.is_contiguous():
-        return None
-    return _step(rows, rows.shape[0] // top_k, top_k, checked=False)
+    """The launch that adds up these rows; None where the GPU cannot run the kernel, or they are not contiguous."""
+    return _step(rows, rows.shape[0] // top_k, top_k, "add up") if rows.is_contiguous() else None
 
 
 def gathered(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor | None:
-    """As `pytorch.combining.gathered`; None where the GPU cannot run the kernel, or a row is not contiguous."""
-    step = _step(rows, len(index), 1, checked=False)
+    """The rows that an index names, all of which there are; None where the GPU cannot run the kernel, or a row is not
+    contiguous.
+    """
+    step = _step(rows, len(index), 1, "add up")
     return None if step is None else _launched(step, rows, index, (len(index), rows.shape[1]))
 
 
 def in_order(a: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """As `packing.in_order`, by the kernel where that can be."""
-    padded = packing.pitch_of(a.shape[1], a.element_size())
-    step = _step(a, len(index), 1, checked=True, pitch=padded)
+    pitch = packing.pitch_of(a.shape[1], a.element_size())
+    step = _step(a, len(index), 1, "gather", pitch)
     if step is None:
         return packing.in_order(a, index)
-    return _launched(step, a, index, (len(index), padded))[:, : a.shape[1]]
+    return _launched(step, a, index, (len(index), pitch))[:, : a.shape[1]]
+
+
+def spread(rows: torch.Tensor, row_of: torch.Tensor, top_k: int) -> torch.Tensor | None:
+    """As `pytorch.combining.spread`; None where the GPU cannot run the kernel, or a row is not contiguous."""
+    step = spread_step_of(rows, top_k)
+    return None if step is None else _launched(step, rows, row_of, (rows.shape[0] * top_k, rows.shape[1]))
+
+
+def spread_step_of(rows: torch.Tensor, top_k: int) -> Step | None:
+    """The launch that copies each of these rows to its places; None as of `spread`."""
+    return _step(rows, rows.shape[0], top_k, "spread")
 
 
 def _launched(step: Step, rows: torch.Tensor, row_of: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    sums = rows.new_empty(shape)
-    steps.run([step], config.POINTERS, (rows.detach(), row_of, sums), rows.device, {"sums"})
-    return sums
+    made = rows.new_empty(shape)
+    steps.run([step], config.POINTERS, (rows.detach(), row_of, made), rows.device, {"made"})
+    return made
 
 
-def _step(rows: torch.Tensor, count: int, top_k: int, *, checked: bool, pitch: int | None = None) -> Step | None:
-    """The launch that makes `count` rows, each the sum of `top_k`; None where the GPU cannot run the kernel.
+def _step(rows: torch.Tensor, tokens: int, top_k: int, does: str, pitch: int | None = None) -> Step | None:
+    """The launch for that many tokens; None where the GPU cannot run the kernel.
 
     pitch: elements from one row that is made to the next.
     """
@@ -66,21 +77,19 @@ def _step(rows: torch.Tensor, count: int, top_k: int, *, checked: bool, pitch: i
     if columns > 1 and rows.stride(1) != 1:
         return None
     # Of a single row the distance to the next is free.
-    from_row, to_row = rows.stride(0) if rows.shape[0] > 1 else columns, columns if pitch is None else pitch
-    width = math.gcd(columns * size, from_row * size, rows.data_ptr() or 16, 16)
+    given, made = rows.stride(0) if rows.shape[0] > 1 else columns, columns if pitch is None else pitch
+    width = math.gcd(columns * size, given * size, rows.data_ptr() or 16, 16)
     tile = Tile()
-    vectors, from_row, to_row = (each * size // width for each in (columns, from_row, to_row))
-    if count * vectors > config.MOST_VECTORS or from_row > config.MOST_VECTORS:
+    vectors, given, made = (each * size // width for each in (columns, given, made))
+    if tokens * vectors > config.MOST_VECTORS or given > config.MOST_VECTORS:
         return None
-    arch, ctas = steps.arch_of(rows.device), -(-count * vectors // tile.threads)
+    arch, ctas = steps.arch_of(rows.device), -(-tokens * vectors // tile.threads)
     known = top_k if top_k <= config.MOST_UNROLLED else 0
-    kernel = _kernel(Signature(str(dtype_name(rows.dtype)), width, known, checked), tile, arch, rows.device)
+    kernel = _kernel(Signature(str(dtype_name(rows.dtype)), width, known, does), tile, arch, rows.device)
     if kernel is None:
         return None
-    numbers = (
-        count, vectors, top_k, ctas, int(tile.begins_early(ctas, arch)), rows.shape[0], from_row, to_row,
-    )  # fmt: skip
-    return Step(kernel, numbers)
+    early = int(tile.begins_early(ctas, arch))
+    return Step(kernel, (tokens, vectors, top_k, rows.shape[0], given, made, ctas, early))
 
 
 def _kernel(signature: Signature, tile: Tile, arch: Arch, device: torch.device) -> StandaloneKernel | None:
@@ -90,7 +99,7 @@ def _kernel(signature: Signature, tile: Tile, arch: Arch, device: torch.device) 
     if kernel is None and tile.why_invalid(arch) is None:
         if device != runner._CPU and torch.cuda.is_current_stream_capturing():
             raise GemmError(
-                "the kernel that adds up or gathers the rows of tokens is not loaded yet, and loading it would break "
+                "the kernel that copies or adds up the rows of tokens is not loaded yet, and loading it would break "
                 "the CUDA graph capture under way; make the call once with tensors of the same description before "
                 "capturing"
             )

@@ -71,6 +71,25 @@ def test_rows_are_gathered_as_they_are(dtype, columns, layout, seed):
             assert made.stride() == (packing.pitch_of(columns, dtype.itemsize), 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("columns", [1, 7, 36, 520])
+@pytest.mark.parametrize("top_k", [1, 2, 8, MOST_UNROLLED + 1])
+@pytest.mark.product(keep=8)
+def test_rows_are_spread_to_their_places(dtype, columns, top_k, seed):
+    """Each bit of them; rows within wider ones."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    rows = torch.randint(-(2**15), 2**15, (9, columns + 1), generator=generator).to(bits)[:, 1:]
+    row_of = torch.randperm(9 * top_k, generator=generator).int()
+    token_of = torch.empty_like(row_of)
+    token_of[row_of.long()] = torch.arange(9).repeat_interleave(top_k).int()
+    want = rows[token_of.long()]
+    assert torch.equal(by_kernel.spread(rows.view(dtype), row_of, top_k).view(bits), want)
+    for backend in ("cute", "torch"):
+        found = combining.spread(rows.view(dtype), token_of, row_of, top_k, backend)
+        assert torch.equal(found.view(bits), want)
+
+
 def test_nothing_is_read_before_the_kernel_in_front_has_ended(seed):
     rows, row_of = drawn(40, 2, 64, torch.bfloat16, seed)
     later, _ = drawn(40, 2, 64, torch.bfloat16, seed + 1)
@@ -80,11 +99,11 @@ def test_nothing_is_read_before_the_kernel_in_front_has_ended(seed):
     tensors = dict(zip(POINTERS, (given, row_of, sums), strict=True))
     launches = step.kernel.captured(*(each.data_ptr() for each in tensors.values()), 0, *step.numbers)
     front = lambda: given.copy_(later)  # noqa: E731
-    emulate(step.kernel.ptx, launches, tensors, outputs={"sums"}, seed=seed, in_front=front)
+    emulate(step.kernel.ptx, launches, tensors, outputs={"made"}, seed=seed, in_front=front)
     assert torch.equal(sums, combining.by_torch(later, row_of, 2))
     without = step.kernel.ptx.replace("griddepcontrol.wait;", "")
     with pytest.raises(BeforeTheWait, match="a read of 'row_of' before"):
-        emulate(without, launches, tensors, outputs={"sums"}, seed=seed, in_front=front)
+        emulate(without, launches, tensors, outputs={"made"}, seed=seed, in_front=front)
 
 
 @pytest.mark.parametrize(("columns", "instruction"), [(4096, "LDG.E.128"), (4098, "LDG.E"), (4097, "LDG.E.U16")])

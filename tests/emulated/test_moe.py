@@ -27,15 +27,15 @@ SMS = 3
 def test_forward_and_backward_by_the_kernels(tokens, top_k, gathers, seed, monkeypatch):
     """Small integers and relu: sums are exact, so that the kernels and torch round the same numbers.
 
-    gathers: the tokens' rows in a pass in front of the first product.
+    gathers: the tokens' rows are copied to their places in front of the first product.
     """
     if gathers:
         monkeypatch.setattr(packing, "GATHERED_ROWS", 2)
         monkeypatch.setattr(packing, "GATHERED_COLUMNS", 16)
     grouped.memo.clear()
     passes = []
-    in_order = combining.in_order
-    monkeypatch.setattr(combining, "in_order", lambda *given: passes.append(given) or in_order(*given))
+    spread = combining.spread
+    monkeypatch.setattr(combining, "spread", lambda *given: passes.append(given) or spread(*given))
     generator = torch.Generator().manual_seed(seed)
 
     def integers(*shape, most=1):
@@ -52,7 +52,7 @@ def test_forward_and_backward_by_the_kernels(tokens, top_k, gathers, seed, monke
         d = cutegemm.moe(x, experts, weights, gate_up, down, activation="relu", backend=backend)
         found.append([d, *torch.autograd.grad(d, (x, weights, gate_up, down), upstream)])
     grouped.memo.clear()
-    assert bool(passes) is gathers
+    assert len(passes) == (2 + gathers if tokens else 0)  # of x and of the gradient in the backward pass
     for mine, theirs in zip(*found, strict=True):
         assert torch.equal(mine, theirs)
     assert not tokens or found[0][0].abs().max() > 0

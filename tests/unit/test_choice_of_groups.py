@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from cutegemm.choice import heuristics
 from cutegemm.hardware import arch
-from cutegemm.problem import Problem
+from cutegemm.moe import programs_of
+from cutegemm.problem import Problem, grouped_request
+from cutegemm.problem.grouped_request import Sizes
+from cutegemm.pytorch.program_operator import program_of
 
 pytestmark = pytest.mark.usefixtures("no_winners")
 H200 = arch.get("H200")
@@ -29,7 +35,7 @@ def test_large_groups_take_stream_k_in_tall_bands():
     [
         (2048, 8, 4096, 14336, "ragged_m", "256x176x64/coop2/c2x1"),
         (2048, 8, 4096, 14336, "scattered_m", "256x160x64/coop2/c2x1"),
-        (4096, 8, 4096, 14336, "ragged_m", "256x160x64/coop2/c1x2"),
+        (4096, 8, 4096, 14336, "ragged_m", "256x128x64/coop2/c2x1"),
         (1024, 16, 21504, 6144, "ragged_m", "256x96x64/coop2/c2x1"),
     ],
 )
@@ -38,6 +44,29 @@ def test_groups_of_some_hundred_rows_take_tiles_that_fit_them(rows, groups, n, k
     found = config(Problem.of(rows, n, k, "bf16", batch=groups, work=work))
     assert str(found).startswith(f"sm90/{tile}/s4/serp8/swap/zig/")
     assert found.fits
+
+
+@pytest.mark.parametrize("rows", [2048, 4096, 8192, 16384])
+def test_what_a_mixture_computes_in_training(rows):
+    """The first product, which stores gate and up too, takes tiles whose buffers leave four stages; the gradient of
+    gate and up takes those whose operands travel through the ring and are not read across (docs/mixtures.md)."""
+    of_hidden, of_gradient, reads = programs_of("silu", torch.bfloat16, torch.bfloat16, (True, True))
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16)
+
+    def chosen(a: torch.Tensor, b: torch.Tensor, text: str, operands: Any) -> str:
+        sizes = Sizes(torch.empty(8, dtype=torch.int32))
+        asked = grouped_request.describe(a, b, sizes, program_of(text), operands, None, None, None)
+        return str(config(asked.problem))
+
+    x, weight, h = empty(rows, 4096), empty(rows, 1), empty(rows, 14336)
+    hidden = chosen(x, empty(8, 28672, 4096).mT, of_hidden, (weight,))
+    assert "64/coop2/c2x1/s4/serp8/swap/zig/streamk/fit/pdl" in hidden.replace("c1x2", "c2x1")
+    assert hidden.startswith("sm90/256x128x")
+    operands = [weight if each.kind == "operand" else h for each in reads]
+    gradient = chosen(x, empty(8, 4096, 14336), of_gradient, operands)
+    assert gradient == "sm90/128x192x64/coop2/c1x2/s4/serp8/zig/pdl"
 
 
 def test_a_fitted_tile_counts_less_beyond_a_groups_rows():

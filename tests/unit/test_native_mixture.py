@@ -144,14 +144,21 @@ def test_what_records_gradients_is_left_to_python():
                 assert isinstance(native.mixture(*recorded, "silu", None, "auto"), torch.Tensor)
 
 
-def test_what_gathers_in_a_pass_of_its_own_is_left_to_python(monkeypatch):
+def test_a_pass_that_copies_rows_in_front_is_launched_too(monkeypatch):
+    without = mixture()
     monkeypatch.setattr(packing, "GATHERED_ROWS", 2)
     monkeypatch.setattr(packing, "GATHERED_COLUMNS", 64)
     assert_same_outcome(mixture)
     with served(in_cpp=True) as launched:
-        for _ in range(2):
-            mixture()
-        assert {each.by for each in launched} == {"Python"}
+        first = mixture()
+        count = len(launched)
+        assert torch.equal(mixture(), first)
+        assert [each.by for each in launched] == ["Python"] * count + ["C++"] * count
+    with served(in_cpp=True) as launched:
+        monkeypatch.setattr(packing, "GATHERED_ROWS", 2**40)
+        mixture()
+        assert len(launched) == count - 1
+    assert torch.equal(first, without)
 
 
 def test_calls_with_one_key_launch_one_kernel():

@@ -1,8 +1,12 @@
-"""Which kernel adds up the rows of a mixture's tokens, or gathers rows: its signature, and the tile of a CTA.
+"""Which kernel adds up, gathers or spreads rows of a mixture: its signature, and the tile of a CTA.
 
-A thread has `bytes` neighbouring bytes of one token's sum. It loads the numbers of the token's rows, then its part of
-each row, adds these up in fp32 in the order of the choices, and rounds once. No atomics: every run gives the same. One
-row a token is copied as it is: that gathers rows.
+A thread has `bytes` neighbouring bytes of one token's row. It loads the numbers of the token's other rows, and then:
+
+    add up   its part of each of these rows, which it adds up in fp32 in the order of the choices, and rounds once
+    gather   its part of the one row, which it copies; zeros where the number is of no row
+    spread   its part of the token's row, which it copies to all of them: each byte is read once
+
+No atomics: every run gives the same.
 """
 
 from __future__ import annotations
@@ -13,8 +17,9 @@ from typing import NamedTuple
 from cutegemm.cute.standalone import begins_early
 from cutegemm.hardware.arch import Arch
 
-POINTERS = ("parts", "row_of", "sums")
-"""The addresses that a kernel takes: the rows, the number of each slot's row, and what is written."""
+DOES = ("add up", "gather", "spread")
+POINTERS = ("given", "row_of", "made")
+"""The addresses that a kernel takes: the rows that it reads, the number of each slot's row, and what it writes."""
 OLDEST = (8, 0)
 """The compute capability of the oldest GPU that the kernels are compiled for."""
 MOST_UNROLLED = 16
@@ -29,16 +34,16 @@ class Signature:
 
     Attributes:
         dtype: "fp16", "bf16" or "fp32". bytes: of a vector, 16 or what divides a row. top_k: rows of a token; 0: any
-            number. checked: a number may be of no row, for which zeros are taken.
+            number. does: one of `DOES`.
     """
 
     dtype: str
     bytes: int
     top_k: int
-    checked: bool = False
+    does: str = "add up"
 
     def __str__(self) -> str:
-        return f"combine {self.top_k or 'any'} {self.dtype} {self.bytes}" + " checked" * self.checked
+        return f"{self.does} {self.top_k or 'any'} {self.dtype} {self.bytes}"
 
 
 class Tile(NamedTuple):

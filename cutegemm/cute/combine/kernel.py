@@ -1,7 +1,7 @@
-"""The kernel that adds up the rows of a mixture's tokens, or gathers rows; see `config.py`.
+"""The kernel that adds up, gathers or spreads the rows of a mixture's tokens; see `config.py`.
 
-It reads each row and writes each sum once: 2 top_k + 2 bytes for each 16-bit element of a sum, which is all that it
-does. With 16 bytes a thread, and two rows a token, an SM has 64 KiB of loads under way.
+To add up, it reads each row and writes each sum once: 2 top_k + 2 bytes for each 16-bit element of a sum, which is all
+that it does. With 16 bytes a thread, and two rows a token, an SM has 64 KiB of loads under way.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from cutegemm.cute.source import aligned, element
 from cutegemm.cute.standalone_operator import StandaloneOperator
 
 NUMBERS: tuple[tuple[str, Any], ...] = tuple(
-    (name, Int32) for name in ("tokens", "vectors", "top_k", "ctas", "early", "rows", "part_pitch", "sum_pitch")
+    (name, Int32) for name in ("tokens", "vectors", "top_k", "rows", "given_pitch", "made_pitch", "ctas", "early")
 )  # fmt: skip
-"""The entry's numbers behind the stream. vectors: of a row. rows: of `parts`. pitches: vectors from one row of `parts`,
-or of `sums`, to the next.
+"""The entry's numbers behind the stream. vectors: of a row. rows: that are given. pitches: vectors from one row that is
+given, or made, to the next.
 """
 
 
@@ -44,45 +44,65 @@ class Combine(StandaloneOperator):
         self.await_front()
         number = cute.arch.block_idx()[0] * self.config.threads + cute.arch.thread_idx()[0]
         token = number // args.vectors
-        self._add_up(token, number - token * args.vectors)
+        vector = number - token * args.vectors
+        if token < args.tokens:
+            if cutlass.const_expr(self.signature.does == "spread"):
+                self._spread(token, vector)
+            elif cutlass.const_expr(self.signature.top_k == 1):
+                cute.autovec_copy(self._part(element(args.row_of, token), vector), self._made(token, vector))
+            else:
+                self._add_up(token, vector)
 
     @cute.jit
     def _add_up(self, token, vector):
-        """Writes a vector of a token's sum, if there is such a token."""
+        """Writes a vector of a token's sum."""
         args, top_k = self.args, self.signature.top_k
-        if token < args.tokens:
-            target = self._vector(args.sums, token, args.sum_pitch, vector)
-            total = cute.make_rmem_tensor(self.width, Float32)
-            if cutlass.const_expr(top_k == 1):
-                cute.autovec_copy(self._part(element(args.row_of, token), vector), target)
-            elif cutlass.const_expr(top_k):
-                rows = [element(args.row_of, token * top_k + choice) for choice in range(top_k)]
-                parts = [self._part(row, vector) for row in rows]
-                total.store(parts[0].load().to(Float32))
-                for part in parts[1:]:
-                    total.store(total.load() + part.load().to(Float32))
-            else:
-                first = Int64(token) * args.top_k
-                total.store(self._part(element(args.row_of, first), vector).load().to(Float32))
-                for choice in cutlass.range(1, args.top_k, unroll=1):
-                    part = self._part(element(args.row_of, first + choice), vector)
-                    total.store(total.load() + part.load().to(Float32))
-            if cutlass.const_expr(top_k != 1):
-                rounded = cute.make_rmem_tensor(self.width, self.dtype)
-                rounded.store(total.load().to(self.dtype))
-                cute.autovec_copy(rounded, target)
+        total = cute.make_rmem_tensor(self.width, Float32)
+        if cutlass.const_expr(top_k):
+            rows = [element(args.row_of, token * top_k + choice) for choice in range(top_k)]
+            parts = [self._part(row, vector) for row in rows]
+            total.store(parts[0].load().to(Float32))
+            for part in parts[1:]:
+                total.store(total.load() + part.load().to(Float32))
+        else:
+            first = Int64(token) * args.top_k
+            total.store(self._part(element(args.row_of, first), vector).load().to(Float32))
+            for choice in cutlass.range(1, args.top_k, unroll=1):
+                part = self._part(element(args.row_of, first + choice), vector)
+                total.store(total.load() + part.load().to(Float32))
+        rounded = cute.make_rmem_tensor(self.width, self.dtype)
+        rounded.store(total.load().to(self.dtype))
+        cute.autovec_copy(rounded, self._made(token, vector))
+
+    @cute.jit
+    def _spread(self, token, vector):
+        """Writes a vector of a token's row to each of its places."""
+        args, top_k = self.args, self.signature.top_k
+        first = Int64(token) * args.top_k
+        if cutlass.const_expr(top_k):
+            rows = [element(args.row_of, first + choice) for choice in range(top_k)]
+            part = self._part(token, vector)
+            for row in rows:
+                cute.autovec_copy(part, self._made(row, vector))
+        else:
+            part = self._part(token, vector)
+            for choice in cutlass.range(args.top_k, unroll=1):
+                cute.autovec_copy(part, self._made(element(args.row_of, first + choice), vector))
+
+    def _made(self, row, vector) -> Any:
+        """The vector of that number in a row that is made."""
+        return self._vector(self.args.made, row, self.args.made_pitch, vector)
 
     def _vector(self, pointer, row, pitch, vector) -> Any:
-        """The vector of that number in a row."""
         place = pointer + (Int64(row) * pitch + vector) * self.width
         return cute.make_tensor(aligned(place, self.signature.bytes), cute.make_layout(self.width))
 
     @cute.jit
     def _part(self, row, vector):
-        """The vector of a row, in registers; zeros where there is no such row."""
+        """The vector of a row that is given, in registers; of no row zeros, where numbers of none are allowed."""
         found = cute.make_rmem_tensor(self.width, self.dtype)
-        source = self._vector(self.args.parts, row, self.args.part_pitch, vector)
-        if cutlass.const_expr(self.signature.checked):
+        source = self._vector(self.args.given, row, self.args.given_pitch, vector)
+        if cutlass.const_expr(self.signature.does == "gather"):
             found.fill(0)
             if (row >= 0) & (row < self.args.rows):
                 cute.autovec_copy(source, found)

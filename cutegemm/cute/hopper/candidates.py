@@ -11,6 +11,7 @@ tests/compile builds one for each tile, schedule and order of operands, without 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -51,7 +52,8 @@ and bands of sixteen tiles hold all rows of most groups, whose weights are then 
 _BANDED = ("sm90/128x256x64/coop2/c1x2/s4/serp16/zig/pdl",)
 """Compared for programs of gate and up besides: the same in whole tiles. On an H200 it took 0.97 to 1.01 of the time of
 `_STREAMED` for experts with 3072 to 28672 columns of gate and up
-(docs/grouped_measured.md#gathering-in-a-pass-of-its-own)."""
+(docs/grouped_measured.md#gathering-in-a-pass-of-its-own), and 0.94 of it for 2048 rows a group. It comes first, for
+where the model expects the same of both."""
 _RINGED = ("sm90/128x192x64/coop2/c1x2/s4/serp8/zig/pdl",)
 """Compared for groups of `RINGED_ROWS` rows and more whose program has several matrix operands: these travel through
 the ring, and results are stored by TMA. In ping-pong, which such tiles of the shortlists have, slabs store them
@@ -64,7 +66,10 @@ FITTED_ROWS: Mapping[int, tuple[str, ...]] = {
         "sm90/256x176x64/coop2/c2x1/s4/serp8/swap/zig/streamk/fit/pdl",
         "sm90/256x160x64/coop2/c1x2/s4/serp8/swap/zig/streamk/fit/pdl",
     ),
-    512: ("sm90/256x160x64/coop2/c1x2/s4/serp8/swap/zig/streamk/fit/pdl",),
+    512: (
+        "sm90/256x128x64/coop2/c2x1/s4/serp8/swap/zig/streamk/fit/pdl",
+        "sm90/256x160x64/coop2/c1x2/s4/serp8/swap/zig/streamk/fit/pdl",
+    ),
 }
 """In the shortlists of groups of so many rows, rounded up to a power of two: tiles that divide a group evenly
 (docs/grouped_measured.md#tiles-that-fit-a-group)."""
@@ -131,13 +136,17 @@ def listed(signature: Signature) -> tuple[str, ...]:
 
 def _fitted(signature: Signature, texts: Sequence[str]) -> tuple[str, ...]:
     """Those of `FITTED_ROWS` as they serve a signature; none with gate and up of a row-major B, which spill registers.
-    The slabs of scattered rows leave no room for four stages of 176 rows.
+    The slabs of scattered rows leave no room for four stages of 176 rows, the buffers of several results for none of
+    more than 128: with three stages such tiles took 3 to 5 % longer on an H200.
     """
     gated = signature.epilogue.gating is not None and signature.b_major == "n"
     if signature.work not in STREAMED_WORKS or ITEMSIZE[signature.dtype] != 2 or gated:
         return ()
-    scattered = signature.work == SCATTERED
-    return tuple(text.replace("256x176", "256x160") if scattered else text for text in texts)
+    if len(signature.results) > 1:
+        texts = [re.sub("256x1[67][06]", "256x128", text) for text in texts]
+    elif signature.work == SCATTERED:
+        texts = [text.replace("256x176", "256x160") for text in texts]
+    return tuple(dict.fromkeys(texts))
 
 
 def _is_crowded(signature: Signature) -> bool:
@@ -237,10 +246,14 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
     if signature.work in STREAMED_WORKS and m >= LARGE_GROUP:
         found = [each for each in found if not _is_large(each[0])]
     if signature.work in STREAMED_WORKS and m >= STREAMED_ROWS:
-        found += ((text, False) for text in (*_STREAMED, *(_BANDED if signature.epilogue.gating else ())))
-    found += ((text, False) for text in _fitted(signature, FITTED_ROWS.get(m, ())))
-    if signature.work in RINGED_WORKS and m >= RINGED_ROWS and len(signature.epilogue.matrices) > 1:
-        found += ((text, False) for text in _RINGED)
+        found += ((text, False) for text in (*(_BANDED if signature.epilogue.gating else ()), *_STREAMED))
+    if len(signature.epilogue.matrices) > 1:
+        if signature.work in RINGED_WORKS and m >= RINGED_ROWS:
+            found += ((text, False) for text in _RINGED)
+    else:  # of larger groups too where the large tiles for them spill registers, or have three stages
+        several = signature.epilogue.gating is not None and len(signature.results) > 1
+        rows = min(m, LARGE_GROUP) if several else m
+        found += ((text, False) for text in _fitted(signature, FITTED_ROWS.get(rows, ())))
     found += beside_cells(m, n, k, batch)
     if signature.epilogue.gating and m < UNSWAPPED_ROWS:
         # Few of the swapped tiles, which fill the shortlists of few rows, can hold gate and up.

@@ -5,14 +5,15 @@
 
 namespace cutegemm {
 
-// The launches of a call, in order: those that sort its slots, its two products in groups, and what adds up the rows of
-// each token.
+// The launches of a call, in order: those that sort its slots, what copies each token's row to its places where the
+// first product does not gather them, its two products in groups, and what adds up the rows of each token.
 struct Mixture {
-  std::vector<Launch> sorting;  // they take experts, weights, ends, places, rows, sorted weights, row_of and counts
-  int64_t counts = 0;           // numbers that they exchange
-  ProgramLaunch hidden;         // of x, gate_up, ends, rows, places and the sorted weights
-  ProgramLaunch result;         // of the hidden rows, down, ends, rows and places
-  std::vector<Launch> adding;   // they take these rows, row_of and the sums
+  std::vector<Launch> sorting;    // they take experts, weights, ends, places, rows, sorted weights, row_of and counts
+  int64_t counts = 0;             // numbers that they exchange
+  std::vector<Launch> spreading;  // one at most, which takes x, row_of and the copies
+  ProgramLaunch hidden;           // of x or the copies, gate_up, ends, rows, places and the sorted weights
+  ProgramLaunch result;           // of the hidden rows, down, ends, rows and places
+  std::vector<Launch> adding;     // they take these rows, row_of and the sums
 };
 
 struct ToMix {
@@ -76,8 +77,16 @@ struct ToMix {
     };
     const Matrix of_ends = place_of(ends), of_rows = place_of(token), of_places = place_of(places),
                  of_sorted = place_of(sorted);
+    Matrix tokens = rows;
+    at::Tensor copies;
+    for (const Launch& step : how.spreading) {
+      copies = at::empty({slots, rows.sizes[1]}, x->options().requires_grad(false));
+      tokens = place_of(copies);
+      if (!enqueue(step, device, {rows.data, start(row_of), tokens.data}, {})) return false;
+    }
     Results hidden, result;
-    if (!cutegemm::compute(how.hidden, device, {&rows, &first, &of_ends, &of_rows, &of_places, &of_sorted}, {}, hidden))
+    if (!cutegemm::compute(how.hidden, device, {&tokens, &first, &of_ends, &of_rows, &of_places, &of_sorted}, {},
+                           hidden))
       return false;
     const Matrix of_hidden = place_of(hidden[0]);
     if (!cutegemm::compute(how.result, device, {&of_hidden, &second, &of_ends, &of_rows, &of_places}, {}, result))
@@ -144,8 +153,8 @@ inline PyObject* mixture(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// install_mixture(<as above>, how): how is None, or (launchers that sort, number of counts, both products as
-// `read_program` has them, launchers that add up).
+// install_mixture(<as above>, how): how is None, or (launchers that sort, number of counts, launchers that copy, both
+// products as `read_program` has them, launchers that add up).
 inline PyObject* install_mixture(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   ToMix of;
@@ -153,12 +162,13 @@ inline PyObject* install_mixture(PyObject*, PyObject* const* args, Py_ssize_t co
   std::shared_ptr<Mixture> known;
   if (args[TO_MIX] != Py_None) {
     known = std::make_shared<Mixture>();
-    PyObject *steps = nullptr, *hidden = nullptr, *result = nullptr, *adding = nullptr;
+    PyObject *steps = nullptr, *spreading = nullptr, *hidden = nullptr, *result = nullptr, *adding = nullptr;
     long long counts = 0;
-    if (!PyArg_ParseTuple(args[TO_MIX], "O!LOOO!", &PyTuple_Type, &steps, &counts, &hidden, &result, &PyTuple_Type,
-                          &adding))
+    if (!PyArg_ParseTuple(args[TO_MIX], "O!LO!OOO!", &PyTuple_Type, &steps, &counts, &PyTuple_Type, &spreading, &hidden,
+                          &result, &PyTuple_Type, &adding))
       throw_python_error();
-    read_launches(steps, known->sorting), read_launches(adding, known->adding);
+    read_launches(steps, known->sorting), read_launches(spreading, known->spreading);
+    read_launches(adding, known->adding);
     known->counts = counts;
     read_program(hidden, known->hidden), read_program(result, known->result);
   }

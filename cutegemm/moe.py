@@ -250,11 +250,11 @@ class Settings(NamedTuple):
         text = programs_of(self.activation, weights.dtype, x.dtype, (False, False))[0]
         by = self.precision, self.backend
         spreading: tuple[Any, ...] | None = ()
-        sizes, arrays = Sizes(ends, None, rows, None), ((2, 0), (3, 0))
+        sizes, arrays = Sizes(ends, None, rows, None), [(2, 0), (3, 0)]
         if _spreads_first(x, slots, gate_up):
             step = combining.spread_step_of(x, experts.shape[1])
             spreading = None if step is None else steps.launchers([step], x.device)
-            x, sizes, arrays = like(x.dtype, slots, x.shape[1]), Sizes(ends), arrays[:1]
+            x, sizes, arrays = like(x.dtype, slots, x.shape[1]), Sizes(ends), [(2, 0)]
         hidden = grouped.launch_of(
             x, gate_up.mT, sizes, program_of(text), (like(weights.dtype, slots, 1),), *by, arrays, 5
         )

@@ -71,11 +71,7 @@ class Groups:
         begin, end, upto = state[_BEGIN], state[_END], state[_WORKS]
         total = cute.arch.shuffle_sync(upto, LANES - 1)
         while total <= number:
-            last = cute.arch.shuffle_sync(end, LANES - 1)
-            base, before = base + LANES, total
-            begin, end = self._load(base, last)
-            upto = self._upto(self._count(base, begin, end)) + before
-            total = cute.arch.shuffle_sync(upto, LANES - 1)
+            base, before, _last, begin, end, _own, upto, total = self._following(base, end, total)
         state[_FIRST_GROUP], state[_WORKS_BEFORE] = base, before
         state[_BEGIN], state[_END], state[_WORKS] = begin, end, upto
         place = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= number))
@@ -92,11 +88,7 @@ class Groups:
         end, upto = state[_END], state[_WORKS]
         total = cute.arch.shuffle_sync(upto, LANES - 1)
         while total <= number:
-            last = cute.arch.shuffle_sync(end, LANES - 1)
-            base, before = base + LANES, total
-            begin, end = self._load(base, last)
-            upto = self._upto(self._count(base, begin, end)) + before
-            total = cute.arch.shuffle_sync(upto, LANES - 1)
+            base, before, last, _begin, end, _own, upto, total = self._following(base, end, total)
         state[_FIRST_GROUP], state[_WORKS_BEFORE], state[_LAST_END] = base, before, last
         state[_END], state[_WORKS] = end, upto
         place = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= number))
@@ -115,24 +107,30 @@ class Groups:
         """(group, where it begins, where it ends, its first work, whether there is one) of work `number`, for a warp
         that asks once. Without a work the other numbers mean nothing.
         """
-        base, before, last = Int32(0), Int32(0), Int32(0)
-        begin, end = self._load(base, last)
+        base = Int32(0)
+        begin, end = self._load(base, Int32(0))
         own = self._count(base, begin, end)
         upto = self._upto(own)
         total = cute.arch.shuffle_sync(upto, LANES - 1)
         while (total <= number) & (base + LANES < self.groups):
-            last = cute.arch.shuffle_sync(end, LANES - 1)
-            base, before = base + LANES, total
-            begin, end = self._load(base, last)
-            own = self._count(base, begin, end)
-            upto = self._upto(own) + before
-            total = cute.arch.shuffle_sync(upto, LANES - 1)
+            base, _before, _last, begin, end, own, upto, total = self._following(base, end, total)
         exists = total > number
         place = cutlass.min(cute.arch.popc(cute.arch.vote_ballot_sync(upto <= number)), Int32(LANES - 1))
         first = cute.arch.shuffle_sync(upto - own, place)
         return (
             base + place, cute.arch.shuffle_sync(begin, place), cute.arch.shuffle_sync(end, place), first, exists
         )  # fmt: skip
+
+    @cute.jit
+    def _following(self, base, end, total):
+        """The next 32 groups: the first of them, the works and the end of the groups before them; of this lane's group
+        the begin, the end, and its works alone and with all before; the works up to the last group.
+        """
+        last = cute.arch.shuffle_sync(end, LANES - 1)
+        begin, end = self._load(base + LANES, last)
+        own = self._count(base + LANES, begin, end)
+        upto = self._upto(own) + total
+        return base + LANES, total, last, begin, end, own, upto, cute.arch.shuffle_sync(upto, LANES - 1)
 
     @cute.jit
     def _count(self, base, begin, end):

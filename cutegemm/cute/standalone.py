@@ -12,6 +12,16 @@ from cutegemm.emulator.launch import Captured
 from cutegemm.hardware.arch import Arch
 from cutegemm.run import kernel_store
 
+OLDEST = (8, 0)
+"""The compute capability of the oldest GPU that the kernels are compiled for; quantization to fp8 needs a newer one."""
+
+
+def why_too_old(tile: Any, arch: Arch) -> str | None:
+    """None where that GPU can run kernels of this kind, else a sentence that names the tile."""
+    if arch.capability < OLDEST:
+        return f"{tile}: the kernel needs compute capability {OLDEST[0]}.{OLDEST[1]} or newer"
+    return None
+
 
 def begins_early(ctas: int, threads: int, arch: Arch) -> bool:
     """Whether a launch of so many CTAs of so many threads may begin before the kernel in front of it has ended: on GPUs

@@ -88,7 +88,7 @@ def _step(rows: torch.Tensor, tokens: int, top_k: int, does: str, pitch: int | N
     kernel = _kernel(Signature(str(dtype_name(rows.dtype)), width, known, does), tile, arch, rows.device)
     if kernel is None:
         return None
-    early = int(tile.begins_early(ctas, arch))
+    early = int(standalone.begins_early(ctas, tile.threads, arch))
     return Step(kernel, (tokens, vectors, top_k, rows.shape[0], given, made, ctas, early))
 
 

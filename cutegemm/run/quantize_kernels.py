@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cutegemm.choice import plan as planning
+from cutegemm.cute import standalone
 from cutegemm.cute.launch_size import MAX_CTAS
 from cutegemm.cute.quantize import config
 from cutegemm.cute.quantize.build import build
@@ -192,7 +193,7 @@ def _step(
     x, v, s = lies
     matrices, rows, k = x.extents
     strides = (each for lie in (x, s) for each in (lie.strides[1], lie.strides[2], lie.strides[0]))
-    early = int(tile.begins_early(ctas, arch))
+    early = int(standalone.begins_early(ctas, tile.threads, arch))
     return Step(
         _kernel(signature, tile, arch, device),
         (rows, k, matrices, parts, ctas, *strides, v.strides[1], v.strides[0], early),

@@ -40,7 +40,7 @@ def plan_of(experts: torch.Tensor, weights: torch.Tensor, count: int) -> Plan | 
         return None
     tile, ctas = config.choose(slots, count)
     arch = steps.arch_of(device)
-    early = tile.begins_early(ctas, arch)
+    early = standalone.begins_early(ctas, tile.threads, arch)
     key = index, weight, tile, ctas > 1, arch, device.index, variable("CUTEGEMM_CACHE_DIR")
     kernels = _kernels.get(key)
     if kernels is None:

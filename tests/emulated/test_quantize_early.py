@@ -7,6 +7,7 @@ import torch
 
 import cutegemm
 from cutegemm.cute.quantize.config import Tile
+from cutegemm.cute.standalone import begins_early
 from cutegemm.emulator.bridge import emulate
 from cutegemm.emulator.errors import BeforeTheWait
 from cutegemm.hardware import arch as arch_table
@@ -65,6 +66,6 @@ def test_ampere_has_no_such_launches(monkeypatch):
 
 def test_only_launches_that_fill_at_most_half_of_the_gpu_begin_early():
     h200, tile = arch_table.get("H200"), Tile(1, 256, 1, 1, 8)
-    assert tile.begins_early(4 * h200.sm_count, h200)
-    assert not tile.begins_early(4 * h200.sm_count + 1, h200)
-    assert not tile.begins_early(1, arch_table.get("A100"))
+    assert begins_early(4 * h200.sm_count, tile.threads, h200)
+    assert not begins_early(4 * h200.sm_count + 1, tile.threads, h200)
+    assert not begins_early(1, tile.threads, arch_table.get("A100"))

@@ -14,14 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cutegemm.cute.standalone import begins_early
+from cutegemm.cute.standalone import why_too_old
 from cutegemm.hardware.arch import Arch
 
 DOES = ("add up", "gather", "spread")
 POINTERS = ("given", "row_of", "made")
 """The addresses that a kernel takes: the rows that it reads, the number of each slot's row, and what it writes."""
-OLDEST = (8, 0)
-"""The compute capability of the oldest GPU that the kernels are compiled for."""
 MOST_UNROLLED = 16
 """Rows of a token whose loads are all under way at a time; more of them are added up in a loop."""
 MOST_VECTORS = 2**31 - 2**16
@@ -51,15 +49,9 @@ class Tile(NamedTuple):
 
     threads: int = 256
 
-    def begins_early(self, ctas: int, arch: Arch) -> bool:
-        """Whether a launch of so many CTAs may begin before the kernel in front of it has ended."""
-        return begins_early(ctas, self.threads, arch)
-
     def __str__(self) -> str:
         return f"combine/t{self.threads}"
 
     def why_invalid(self, arch: Arch) -> str | None:
         """None when that GPU can run a kernel of this tile, else a sentence."""
-        if arch.capability < OLDEST:
-            return f"{self}: the kernel needs compute capability {OLDEST[0]}.{OLDEST[1]} or newer"
-        return None
+        return why_too_old(self, arch)

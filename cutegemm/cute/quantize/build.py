@@ -8,14 +8,14 @@ from typing import Any
 
 from cutegemm.cute import standalone
 from cutegemm.cute.quantize.config import Signature, Tile
-from cutegemm.cute.standalone import StandaloneKernel
+from cutegemm.cute.standalone import OLDEST, StandaloneKernel
 from cutegemm.errors import UnsupportedError
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import quantization
 from cutegemm.run.source_digest import source_digest
 
-OLDEST, OLDEST_FP8 = (8, 0), (8, 9)
-"""Compute capabilities: of any kernel, and of one that converts to or from fp8."""
+OLDEST_FP8 = (8, 9)
+"""The compute capability of the oldest GPU that converts to or from fp8."""
 
 
 def why_unsupported(signature: Signature, arch: Arch) -> str | None:

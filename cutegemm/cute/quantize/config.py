@@ -16,8 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cutegemm.cute.standalone import begins_early
-from cutegemm.hardware.arch import Arch
 from cutegemm.problem.dtypes import ITEMSIZE
 from cutegemm.problem.quantization import BLOCK, Group
 
@@ -80,10 +78,6 @@ class Tile(NamedTuple):
     @property
     def k(self) -> int:
         return self.threads_k * self.deep_k * self.vector
-
-    def begins_early(self, ctas: int, arch: Arch) -> bool:
-        """Whether a launch of so many CTAs may begin before the kernel in front of it has ended."""
-        return begins_early(ctas, self.threads, arch)
 
     def __str__(self) -> str:
         return f"quantize/{self.threads_r}x{self.threads_k}/{self.deep_r}x{self.deep_k}/v{self.vector}"

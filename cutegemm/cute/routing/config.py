@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cutegemm.cute.standalone import begins_early
+from cutegemm.cute.standalone import why_too_old
 from cutegemm.hardware.arch import Arch
 
 WARP = 32
@@ -25,8 +25,6 @@ INDICES, WEIGHTS = ("int32", "int64"), ("fp16", "bf16", "fp32")
 POINTERS = ("experts", "weights", "ends", "places", "rows", "sorted", "row_of", "counts")
 """The addresses that a kernel takes: what is read (of each token and choice); what is written, by expert, by place and
 by slot; and the counts that two launches exchange, by CTA and expert."""
-OLDEST = (8, 0)
-"""The compute capability of the oldest GPU that the kernels are compiled for."""
 MOST_OF_ONE = 1024
 """Slots that one CTA sorts alone. Its stores go to as many sectors, one after the other: 4096 take it 14.6 us, eight
 CTAs 4.4 (H200)."""
@@ -71,10 +69,6 @@ class Tile(NamedTuple):
         """Shared memory: a counter of each expert for each warp, a sum of each warp, two sums of each thread."""
         return 4 * (self.warps * (self.experts + 1) + 2 * self.threads)
 
-    def begins_early(self, ctas: int, arch: Arch) -> bool:
-        """Whether a launch of so many CTAs may begin before the kernel in front of it has ended."""
-        return begins_early(ctas, self.threads, arch)
-
     def __str__(self) -> str:
         return f"routing/w{self.warps}/e{self.experts}/d{self.deep}"
 
@@ -84,8 +78,8 @@ class Tile(NamedTuple):
             return f"{self}: counters are those of a power of 2 experts, {LEAST_EXPERTS} to {MOST_EXPERTS}"
         if not 1 <= self.warps <= MOST_WARPS or self.threads % self.experts or self.deep < 1:
             return f"{self}: each expert has threads that add its counters up, and a CTA has at most {MOST_WARPS} warps"
-        if arch.capability < OLDEST:
-            return f"{self}: the kernel needs compute capability {OLDEST[0]}.{OLDEST[1]} or newer"
+        if (why := why_too_old(self, arch)) is not None:
+            return why
         if self.smem_bytes() > arch.smem_per_cta:
             return f"{self}: it needs {self.smem_bytes()} bytes of shared memory; {arch.name} has {arch.smem_per_cta}"
         return None

@@ -4,7 +4,8 @@ from collections import Counter
 
 from cutegemm import backend
 from cutegemm.hardware import arch
-from tests.gpu import sanitize
+from tests.gpu import sanitize, sanitize_groups
+from tests.groups import WORKS
 
 
 def test_every_configuration_serves_ragged_problems_of_the_list():
@@ -16,3 +17,17 @@ def test_every_configuration_serves_ragged_problems_of_the_list():
     assert {config for config in served if not config.startswith("sm90")} == named
     assert min(served.values()) >= 1
     assert {config.split("/")[0] for config in served} == {"simt", "vector", "sm80", "dmma", "sm90"}
+
+
+def test_every_work_of_groups_is_watched_in_each_family():
+    served = Counter((config.split("/")[0], case.work) for case, config in sanitize_groups.cases("cpu"))
+    assert set(served) == {(family, work) for family in ("sm80", "simt", "sm90") for work in WORKS}
+    named = {config for _, config in sanitize_groups.cases("cpu")}
+    assert named == {config for configs in sanitize_groups.CONFIGS.values() for config in configs}
+    programs = Counter(bool(case.operands) for case, _ in sanitize_groups.cases("cpu") if case.epilogue)
+    assert set(programs) == {True, False}
+
+
+def test_mixtures_that_are_watched_are_right():
+    for check in sanitize_groups.mixtures("cpu"):
+        check()

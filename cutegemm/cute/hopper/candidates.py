@@ -52,8 +52,8 @@ and bands of sixteen tiles hold all rows of most groups, whose weights are then 
 _BANDED = ("sm90/128x256x64/coop2/c1x2/s4/serp16/zig/pdl",)
 """Compared for programs of gate and up besides: the same in whole tiles. On an H200 it took 0.97 to 1.01 of the time of
 `_STREAMED` for experts with 3072 to 28672 columns of gate and up
-(docs/grouped_measured.md#gathering-in-a-pass-of-its-own), and 0.94 of it for 2048 rows a group. It comes first, for
-where the model expects the same of both."""
+(docs/grouped_measured.md#gathering-in-a-pass-of-its-own), and for 2048 rows a group 0.93 and 1.00 of it in two runs. It
+comes first, for where the model expects the same of both."""
 _RINGED = ("sm90/128x192x64/coop2/c1x2/s4/serp8/zig/pdl",)
 """Compared for groups of `RINGED_ROWS` rows and more whose program has several matrix operands: these travel through
 the ring, and results are stored by TMA. In ping-pong, which such tiles of the shortlists have, slabs store them

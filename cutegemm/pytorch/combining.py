@@ -46,8 +46,11 @@ def spread(rows: torch.Tensor, token_of: torch.Tensor, row_of: torch.Tensor, top
         rows: (tokens, N), fp16, bf16 or fp32. token_of: of each place its token, int32. row_of, backend: as of
             `combine`.
     """
+    if torch.compiler.is_dynamo_compiling():  # inductor would write them twice: for a product and for its transpose
+        copied: torch.Tensor = torch.ops.cutegemm.spread_rows(rows, token_of, row_of, top_k, backend)
+        return copied
     found = None
-    if not torch.compiler.is_dynamo_compiling() and _by_kernel(rows, row_of, backend):
+    if _by_kernel(rows, row_of, backend):
         from cutegemm.run import combining
 
         found = combining.spread(rows, row_of, top_k)

@@ -1,4 +1,6 @@
-"""torch.ops.cutegemm.route: slots of a mixture sorted by expert, as one operator of a compiled graph."""
+"""torch.ops.cutegemm.route and spread_rows: slots of a mixture sorted by expert, and tokens' rows copied to their
+places, each as one operator of a compiled graph.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import torch
 
 from cutegemm import backend as backends
 from cutegemm.problem.grouped_request import MOST_GROUPS
+from cutegemm.pytorch import combining
 from cutegemm.pytorch.registering import define
 from cutegemm.run import routing
 
@@ -46,3 +49,32 @@ define(
     _compute, _fake,
 )  # fmt: skip
 route = torch.ops.cutegemm.route.default
+
+
+def _check_rows(rows, token_of, row_of, top_k, backend) -> None:
+    """As `_check`, of the other operator."""
+    if rows.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(f"rows: got dtype {rows.dtype}, accepted are torch.float32, torch.float16, torch.bfloat16")
+    if rows.dim() != 2:
+        raise ValueError(f"rows: got shape {tuple(rows.shape)}, expected (tokens, columns)")
+    for name, each in (("token_of", token_of), ("row_of", row_of)):
+        if each.dtype != torch.int32 or each.dim() != 1 or each.shape[0] != rows.shape[0] * top_k:
+            given = f"{each.dtype} of shape {tuple(each.shape)}"
+            raise ValueError(f"{name}: got {given}, expected torch.int32 of shape (tokens * top_k,)")
+    backends.check_name(backend)
+
+
+def _spread(rows, token_of, row_of, top_k, backend="auto") -> torch.Tensor:
+    _check_rows(rows, token_of, row_of, top_k, backend)
+    return combining.spread(rows, token_of, row_of, top_k, backend)
+
+
+def _fake_spread(rows, token_of, row_of, top_k, backend="auto"):
+    _check_rows(rows, token_of, row_of, top_k, backend)
+    return rows.new_empty((rows.shape[0] * top_k, rows.shape[1]))
+
+
+define(
+    "spread_rows(Tensor rows, Tensor token_of, Tensor row_of, int top_k, str backend='auto') -> Tensor",
+    _spread, _fake_spread,
+)  # fmt: skip

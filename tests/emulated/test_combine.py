@@ -88,6 +88,12 @@ def test_rows_are_spread_to_their_places(dtype, columns, top_k, seed):
     for backend in ("cute", "torch"):
         found = combining.spread(rows.view(dtype), token_of, row_of, top_k, backend)
         assert torch.equal(found.view(bits), want)
+    # A place that there is not is nobody's: the emulator would tell of a store beyond the end.
+    row_of[0], row_of[-1] = -1, 9 * top_k
+    kept = torch.ones(9 * top_k, dtype=torch.bool)
+    kept[row_of[1:-1].long()] = False
+    found = by_kernel.spread(rows.view(dtype), row_of, top_k).view(bits)
+    assert torch.equal(found[~kept], want[~kept])
 
 
 def test_nothing_is_read_before_the_kernel_in_front_has_ended(seed):

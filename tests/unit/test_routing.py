@@ -87,6 +87,33 @@ def test_the_operator():
         assert torch.equal(found, want)
 
 
+ROWS, TOKEN_OF = torch.randn(3, 5), torch.tensor([2, 0, 1, 0, 2, 1]).int()
+ROW_OF = torch.tensor([1, 3, 2, 5, 0, 4]).int()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"rows": ROWS.double()}, TypeError, "rows: got dtype torch.float64, accepted are torch.float32"),
+        ({"rows": ROWS[None]}, ValueError, "rows: got shape (1, 3, 5), expected (tokens, columns)"),
+        ({"token_of": TOKEN_OF.long()}, ValueError, "token_of: got torch.int64 of shape (6,), expected torch.int32"),
+        ({"row_of": ROW_OF[:5]}, ValueError, "row_of: got torch.int32 of shape (5,)"),
+        ({"top_k": 3}, ValueError, "token_of: got torch.int32 of shape (6,)"),
+        ({"backend": "zz"}, ValueError, "zz"),
+    ],
+)
+def test_the_operator_that_copies_names_what_it_does_not_take(change, error, message):
+    given = {"rows": ROWS, "token_of": TOKEN_OF, "row_of": ROW_OF, "top_k": 2, **change}
+    with pytest.raises(error, match=re.escape(message)):
+        torch.ops.cutegemm.spread_rows(**given)
+
+
+def test_the_operator_that_copies():
+    operator = torch.ops.cutegemm.spread_rows
+    torch.library.opcheck(operator.default, (ROWS, TOKEN_OF, ROW_OF, 2))
+    assert torch.equal(operator(ROWS, TOKEN_OF, ROW_OF, 2), ROWS[TOKEN_OF.long()])
+
+
 @pytest.mark.parametrize("top_k", [1, 2, 3, 8, 17])
 def test_rows_of_a_token_are_added_in_fp32_and_rounded_once(top_k, seed):
     """Of integers, whose sums bf16 does not hold. torch.compile adds up to sixteen rows one by one."""

@@ -76,18 +76,21 @@ class Combine(StandaloneOperator):
 
     @cute.jit
     def _spread(self, token, vector):
-        """Writes a vector of a token's row to each of its places."""
+        """Writes a vector of a token's row to each of its places that there are."""
         args, top_k = self.args, self.signature.top_k
-        first = Int64(token) * args.top_k
+        first, part = Int64(token) * args.top_k, self._part(token, vector)
         if cutlass.const_expr(top_k):
             rows = [element(args.row_of, first + choice) for choice in range(top_k)]
-            part = self._part(token, vector)
             for row in rows:
-                cute.autovec_copy(part, self._made(row, vector))
+                self._write(part, row, vector)
         else:
-            part = self._part(token, vector)
             for choice in cutlass.range(args.top_k, unroll=1):
-                cute.autovec_copy(part, self._made(element(args.row_of, first + choice), vector))
+                self._write(part, element(args.row_of, first + choice), vector)
+
+    @cute.jit
+    def _write(self, part, row, vector):
+        if (row >= 0) & (Int64(row) < Int64(self.args.tokens) * self.args.top_k):
+            cute.autovec_copy(part, self._made(row, vector))
 
     def _made(self, row, vector) -> Any:
         """The vector of that number in a row that is made."""

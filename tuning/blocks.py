@@ -37,6 +37,8 @@ from tuning import cli
 from tuning.bench_report import ratios_text, short_text
 
 TORCH, FP8, FP8_CONSTANT, MLPS, FP8_MLPS = "torch", "fp8", "fp8-constant", "mlps", "fp8-mlps"
+FORWARD, TRAINING = 0.1, 0.3
+"""Seconds of a round. Training runs the same step for long, so that the card's clock has settled for it."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +244,9 @@ def training(model: Blocks, x: torch.Tensor, turn: Any) -> Callable[[], object]:
     return run
 
 
-def in_turns(steps: Mapping[str, Callable[[], object]], rounds: int, seconds: float = 0.1) -> dict[str, timing.Timing]:
+def in_turns(
+    steps: Mapping[str, Callable[[], object]], rounds: int, seconds: float = FORWARD
+) -> dict[str, timing.Timing]:
     """Microseconds of each step: rounds of about so many seconds, in alternating order, after a warm-up round."""
     counts = {}
     for name, step in steps.items():
@@ -366,7 +370,7 @@ def main(arguments: list[str] | None = None) -> int:
         models = variants(model, (TORCH, "ours"))
         verdicts = check(models, x, turn)
         steps = {name: training(models[name], x, turn) for name, verdict in verdicts.items() if verdict == "ok"}
-        lines += lines_of(f"training, {count} tokens", in_turns(steps, options.rounds, 0.3), verdicts)
+        lines += lines_of(f"training, {count} tokens", in_turns(steps, options.rounds, TRAINING), verdicts)
         print(table(lines[-len(verdicts) :]), file=sys.stderr, flush=True)
         del models, steps
     print(table(lines))

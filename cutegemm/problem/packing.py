@@ -73,6 +73,9 @@ def divided(name: str, tensor: torch.Tensor, matrix: Matrix, copies: list[tuple[
     turned = (name == "a") == (work == RAGGED_K)  # its rows in memory are the columns of `matrix`
     seen = matrix.transposed() if turned else matrix
     if seen.stride_col == 1:
+        if seen.rows == seen.cols == 1:  # which lies either way; the distance of a single row to the next is free
+            seen = seen._replace(stride_row=pitch_of(1, tensor.element_size()))
+            return seen.transposed() if turned else seen
         return matrix
     why = f"strides {tuple(tensor.stride())}: groups begin anywhere, loads at multiples of 16 bytes of contiguous rows"
     copies.append((name, why))

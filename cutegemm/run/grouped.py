@@ -220,9 +220,13 @@ def _emulated_core(plan: Plan, asked: ProgramRequest) -> Core:
     names = [array.name for array in WORKS[plan.problem.work].arrays]
     reductions = Reductions(plan.problem, plan.choice.config)
 
+    def with_padding(name: str, operand: torch.Tensor) -> torch.Tensor:
+        """All of a packed copy: kernels may load what pads its last row."""
+        return torch.empty(0, dtype=torch.uint8).set_(operand.untyped_storage()) if name in asked.copied else operand
+
     def core(a: Any, b: Any, operands: Sequence[Any], outs: Any, arrays: Arrays, kept: bool) -> None:
         a, b = preparing.emulate(plan, a, b)
-        inputs = {"a": a, "b": b, **dict(zip(names, arrays, strict=True))}
+        inputs = {"a": with_padding("a", a), "b": with_padding("b", b), **dict(zip(names, arrays, strict=True))}
         results = reductions.partials(outs)
         for number, *_ in reductions.rows:
             if results[number] is not outs[number]:

@@ -212,6 +212,27 @@ def test_the_backward_pass_of_one_row():
     torch.testing.assert_close(w.grad[1].float(), x.float().t().expand(16, 32), atol=0.01, rtol=0.01)
 
 
+def test_the_backward_pass_of_one_number():
+    """Of its operand in the groups of K nothing says which way it lies."""
+    x = torch.tensor([[3.0]]).bfloat16().requires_grad_()
+    w = torch.tensor([[[5.0]], [[7.0]]]).bfloat16().requires_grad_()
+    cutegemm.grouped_gemm(x, w, torch.tensor([0, 1]).int(), backend="cute").float().sum().backward()
+    assert x.grad is not None
+    assert w.grad is not None
+    assert x.grad.tolist() == [[7.0]]
+    assert w.grad.tolist() == [[[0.0]], [[3.0]]]
+
+
+@pytest.mark.parametrize("k", [1, 3, 17])
+def test_the_last_row_of_a_packed_copy_is_gathered(k, seed):
+    """Kernels load whole 16 bytes, of what pads that row too."""
+    torch.manual_seed(seed)
+    a, b = torch.randn(k, 16).bfloat16().t(), torch.randn(3, k, 24).bfloat16()
+    rows, ends = torch.arange(15, -1, -1).int(), torch.tensor([5, 9, 16]).int()
+    mine, theirs = (cutegemm.grouped_gemm(a, b, ends, rows=rows, backend=name) for name in ("cute", "torch"))
+    torch.testing.assert_close(mine, theirs, atol=0.05, rtol=0.02)
+
+
 @pytest.mark.parametrize("config", ["128x64x64/coop2/c1x1/s3/g2", "128x32x64/coop1/c1x1/s3/g2/swap"])
 @pytest.mark.parametrize("work", [RAGGED_M, GATHERED])
 @pytest.mark.product(keep=2)

@@ -34,7 +34,7 @@ from cutegemm.problem.program.graph import Input, Program
 from cutegemm.problem.program.known import lookup
 from cutegemm.problem.work import ROWS
 from cutegemm.pytorch import autocast, autograd, mlp, sharded, sharding_programs
-from cutegemm.pytorch.combining import combine, gathered, spread
+from cutegemm.pytorch.combining import combine, spread
 from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.pytorch.grouped_autograd import PRODUCT
 from cutegemm.pytorch.program_gradients import ACC, needed, recording
@@ -62,8 +62,9 @@ def moe(
     """A mixture of gated MLPs: each token's sum over its experts e of weight * down_e(act(gate_e(x)) * up_e(x)).
 
     Tokens are sorted by expert on the device, and nothing is copied to the host: a captured CUDA graph replays with
-    other experts. Two products in groups follow. The first gathers the tokens' rows (`grouped_gemm(rows=)`), and its
-    epilogue is the gating times the weight; the rows of the second are added up for each token.
+    other experts. Two products in groups follow. The first gathers the tokens' rows (`grouped_gemm(rows=)`), or takes
+    copies of them where it has many columns. Its epilogue is the gating times the weight. The rows of the second are
+    added up for each token.
 
     Args:
         x: (..., H), fp16, bf16 or fp32; any number of tokens, also none.
@@ -363,7 +364,7 @@ class Mixture(torch.autograd.Function):
             if needs[1]:
                 dgate_up = settings.product(both.mT, at_places(x), ends)
             if needs[3]:
-                dweights = gathered(dweight, row_of, settings.backend).view(weights.shape)
+                dweights = combine(dweight, row_of, 1, settings.backend).view(weights.shape)
         return dx, dgate_up, ddown, dweights, *nothing
 
 

@@ -87,8 +87,8 @@ def divided(name: str, tensor: torch.Tensor, matrix: Matrix, copies: list[tuple[
 
 
 def gathers_first(a_rows: int, rows: int, groups: int, columns: int, itemsize: int) -> bool:
-    """Whether `rows` rows of A, in all groups, are copied in front of the product. A itself is copied too, so it must
-    not have more.
+    """Whether `rows` rows of A, in all groups, are copied in front of the product; not where A has more. Without our
+    kernel torch copies A itself too.
     """
     wide = columns >= GATHERED_COLUMNS and itemsize == GATHERED_BYTES
     return wide and rows >= GATHERED_ROWS * groups and a_rows <= rows

@@ -29,16 +29,6 @@ def combine(rows: torch.Tensor, row_of: torch.Tensor, top_k: int, backend: str) 
     return by_torch(rows, row_of, top_k) if found is None else found
 
 
-def gathered(rows: torch.Tensor, index: torch.Tensor, backend: str) -> torch.Tensor:
-    """The rows of (tokens, N) that an int32 index names, all of which there are; backend: as of `combine`."""
-    found = None
-    if not torch.compiler.is_dynamo_compiling() and _by_kernel(rows, index, backend):
-        from cutegemm.run import combining
-
-        found = combining.gathered(rows, index)
-    return rows.index_select(0, index) if found is None else found
-
-
 def spread(rows: torch.Tensor, token_of: torch.Tensor, row_of: torch.Tensor, top_k: int, backend: str) -> torch.Tensor:
     """Each token's row at all of its places: (tokens * top_k, N).
 
@@ -58,10 +48,12 @@ def spread(rows: torch.Tensor, token_of: torch.Tensor, row_of: torch.Tensor, top
 
 
 def _by_kernel(rows: torch.Tensor, index: torch.Tensor, backend: str) -> bool:
-    """Whether a kernel may compute: plain tensors with elements, of which no gradient is recorded."""
+    """Whether a kernel may compute: plain tensors with elements, no lazily negated rows, no gradient recorded."""
     on = backend == "cute" or (backend == "auto" and rows.device != runner._CPU)
     recorded = torch.is_grad_enabled() and rows.requires_grad
-    return on and not recorded and not is_beyond_autograd(rows, index) and bool(rows.numel() and index.numel())
+    if not on or recorded or is_beyond_autograd(rows, index) or rows.is_neg():
+        return False
+    return bool(rows.numel() and index.numel())
 
 
 def by_torch(rows: torch.Tensor, row_of: torch.Tensor, top_k: int, unrolled: bool = False) -> torch.Tensor:

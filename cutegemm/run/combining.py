@@ -12,7 +12,6 @@ from cutegemm.cute import standalone
 from cutegemm.cute.combine import config
 from cutegemm.cute.combine.config import Signature, Tile
 from cutegemm.cute.standalone import StandaloneKernel
-from cutegemm.errors import GemmError
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import packing
 from cutegemm.problem.dtypes import dtype_name
@@ -32,14 +31,6 @@ def run(rows: torch.Tensor, row_of: torch.Tensor, top_k: int) -> torch.Tensor | 
 def step_of(rows: torch.Tensor, top_k: int) -> Step | None:
     """The launch that adds up these rows; None where the GPU cannot run the kernel, or they are not contiguous."""
     return _step(rows, rows.shape[0] // top_k, top_k, "add up") if rows.is_contiguous() else None
-
-
-def gathered(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor | None:
-    """The rows that an index names, all of which there are; None where the GPU cannot run the kernel, or a row is not
-    contiguous.
-    """
-    step = _step(rows, len(index), 1, "add up")
-    return None if step is None else _launched(step, rows, index, (len(index), rows.shape[1]))
 
 
 def in_order(a: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -64,12 +55,13 @@ def spread_step_of(rows: torch.Tensor, top_k: int) -> Step | None:
 
 def _launched(step: Step, rows: torch.Tensor, row_of: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     made = rows.new_empty(shape)
-    steps.run([step], config.POINTERS, (rows.detach(), row_of, made), rows.device, {"made"})
+    steps.run([step], config.POINTERS, (rows.detach(), row_of.contiguous(), made), rows.device, {"made"})
     return made
 
 
 def _step(rows: torch.Tensor, tokens: int, top_k: int, does: str, pitch: int | None = None) -> Step | None:
-    """The launch for that many tokens; None where the GPU cannot run the kernel.
+    """The launch for that many tokens; None where there is nothing to do, the GPU cannot run the kernel, or a capture
+    is under way that loading it would break.
 
     pitch: elements from one row that is made to the next.
     """
@@ -81,7 +73,7 @@ def _step(rows: torch.Tensor, tokens: int, top_k: int, does: str, pitch: int | N
     width = math.gcd(columns * size, given * size, rows.data_ptr() or 16, 16)
     tile = Tile()
     vectors, given, made = (each * size // width for each in (columns, given, made))
-    if tokens * vectors > config.MOST_VECTORS or given > config.MOST_VECTORS:
+    if not 0 < tokens * vectors <= config.MOST_VECTORS or given > config.MOST_VECTORS:
         return None
     arch, ctas = steps.arch_of(rows.device), -(-tokens * vectors // tile.threads)
     known = top_k if top_k <= config.MOST_UNROLLED else 0
@@ -93,16 +85,11 @@ def _step(rows: torch.Tensor, tokens: int, top_k: int, does: str, pitch: int | N
 
 
 def _kernel(signature: Signature, tile: Tile, arch: Arch, device: torch.device) -> StandaloneKernel | None:
-    """The kernel, which is remembered; None where the GPU cannot run it."""
+    """The kernel, which is remembered; None as of `_step`."""
     key = signature, arch, device.index, variable("CUTEGEMM_CACHE_DIR")
     kernel: StandaloneKernel | None = _kernels.get(key)
-    if kernel is None and tile.why_invalid(arch) is None:
-        if device != runner._CPU and torch.cuda.is_current_stream_capturing():
-            raise GemmError(
-                "the kernel that copies or adds up the rows of tokens is not loaded yet, and loading it would break "
-                "the CUDA graph capture under way; make the call once with tensors of the same description before "
-                "capturing"
-            )
+    capturing = device != runner._CPU and torch.cuda.is_current_stream_capturing()
+    if kernel is None and not capturing and tile.why_invalid(arch) is None:
         kernel = build(signature, tile, arch)
         _kernels.put(key, kernel)
     return kernel

@@ -58,9 +58,7 @@ def test_rows_are_gathered_as_they_are(dtype, columns, layout, seed):
     rows = rows.t()[:columns].t() if layout == "columns" else rows[:, place[layout]]
     rows = rows.contiguous() if layout == "rows" else rows.t().contiguous().t() if layout == "columns" else rows
     index = torch.randint(0, 11, (23,), generator=generator).int()
-    found = combining.gathered(rows.view(dtype), index, "cute")
-    assert torch.equal(found.view(bits), rows[index.long()])
-    assert (by_kernel.gathered(rows.view(dtype), index) is None) is (layout == "columns" and columns > 1)
+    assert (by_kernel.spread_step_of(rows.view(dtype), 1) is None) is (layout == "columns" and columns > 1)
     wild = index.clone()
     wild[::3] = torch.tensor([-1, 11, -(2**31), 2**31 - 1, 12, -2, 100, -100]).int()
     for given in (index, wild):
@@ -130,7 +128,13 @@ def test_what_torch_adds_up(seed):
     assert step_of(rows.t().contiguous().t(), 2) is None
     assert torch.equal(combining.combine(rows.t().contiguous().t(), row_of, 2, "cute"), found)
     assert combining.combine(rows[:0], row_of[:0], 2, "cute").shape == (0, 8)
-    for given in ((rows[:0], row_of[:0]), (rows, row_of[:0])):
-        assert combining.gathered(*given, "cute").shape == (0, 8)
-    (gradient,) = torch.autograd.grad(combining.gathered(leaf, row_of, "cute").sum(), leaf)
+    assert combining.spread(rows[:0], row_of[:0], row_of[:0], 2, "cute").shape == (0, 8)
+    assert by_kernel.in_order(rows[:, :0], row_of).shape == (10, 0)
+    token_of = row_of.long().argsort().int() // 1
+    (gradient,) = torch.autograd.grad(combining.spread(leaf, token_of, row_of, 1, "cute").sum(), leaf)
     assert torch.equal(gradient, torch.ones_like(rows))
+    negated = torch._neg_view(rows)
+    assert torch.equal(combining.combine(negated, row_of, 2, "cute"), combining.by_torch(-rows, row_of, 2))
+    assert torch.equal(combining.spread(negated, token_of, row_of, 1, "cute"), -rows[token_of.long()])
+    apart = torch.stack((row_of, row_of.flip(0)), 1)[:, 0]
+    assert torch.equal(combining.spread(rows, token_of, apart, 1, "cute"), rows[token_of.long()])

@@ -58,6 +58,20 @@ def test_forward_and_backward_by_the_kernels(tokens, top_k, gathers, seed, monke
     assert not tokens or found[0][0].abs().max() > 0
 
 
+def test_a_gradient_that_is_lazily_negated(seed):
+    torch.manual_seed(seed)
+    x, weights = torch.randn(5, 16).bfloat16().requires_grad_(), torch.rand(5, 2).requires_grad_()
+    experts = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0]])
+    gate_up, down = torch.randn(3, 16, 16).bfloat16(), torch.randn(3, 1, 8).bfloat16()
+    upstream = torch.randn(5, 1).bfloat16()
+    found = cutegemm.moe(x, experts, weights, gate_up, down, backend="cute")
+    mine, theirs = (
+        torch.autograd.grad(found, (x, weights), each, retain_graph=True)
+        for each in (torch._neg_view(upstream), -upstream)
+    )
+    assert all(map(torch.equal, mine, theirs))
+
+
 @pytest.mark.parametrize("scaling", ["rows", "blocks"])
 def test_experts_in_8_bits_by_the_kernels(scaling, seed):
     """Sums of such integers are exact, and what is quantized in between is the same."""

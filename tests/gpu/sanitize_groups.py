@@ -4,8 +4,9 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.gpu.sanitize_groups
 
 (and racecheck, synccheck). The first command compiles in parallel what the second would compile one after the other; it
-needs no GPU. Every result is checked. Of each work: mma.sync, CUDA cores, and Hopper's kernel, with matrix operands and
-with sums. Besides: the sort of a mixture's slots, the sum of its tokens' rows, and gathered rows.
+needs no GPU. Every result is checked. Of each work: mma.sync, CUDA cores, and Hopper's kernel, with a matrix operand,
+with a sum and without. Besides: the sort of a mixture's slots, its tokens' rows copied to their places, gathered and
+added up.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from cutegemm.errors import UnsupportedError
 from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Signature, grouped_request
-from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_N, SCATTERED
+from cutegemm.problem.work import MASKED, RAGGED_K, RAGGED_N
 from cutegemm.pytorch import combining
 from cutegemm.run import combining as by_kernel
 from cutegemm.run import routing
@@ -37,12 +38,15 @@ CONFIGS = {
         "sm90/128x64x64/coop2/c1x2/s3/serp2/zig/pdl",
         "sm90/64x32x64/pp/c1x1/s3/g2/swap",
         "sm90/128x64x64/coop2/c2x1/s3/serp2/streamk",
+        "sm90/64x64x64/coop1/c1x1/s2/row",
         "sm90/128x48x64/coop2/c2x1/s3/serp2/swap/zig/fit/pdl",
+        "sm90/128x64x64/coop2/c1x1/s3/serp2",
     ),
     "fp32": ("simt/64x64x16/w32x32/s2/g8", "simt/32x32x64/w32x32/s3/g8/x8"),
     "e4m3": ("sm90/128x64x128/coop2/c1x1/s3/serp2/pdl",),
     "int8": ("sm80/64x64x64/w32x32/s3/g4", "sm90/64x64x128/pp/c1x2/s3/serp2/pdl"),
 }
+KINDS = ("sum", "operand", "plain")
 SIZES = (5, 0, 37, 1, 140)
 EXTENTS = ((136, 72, 200), (67, 45, 131))
 """M (of works that no groups of rows have), N and K: such as TMA takes, and odd ones."""
@@ -54,17 +58,15 @@ def cases(device: str) -> Iterator[tuple[GroupCase, str]]:
     """Every problem with its configuration; the same on any device."""
     cute, card, number = backend.get("cute"), arch_table.get("sm_90a"), 0
     for dtype, configs in CONFIGS.items():
-        for config in configs:
-            for work in WORKS:
-                for m, n, k in EXTENTS:
-                    number += 1
-                    case = _case(work, dtype, m, n, k, number, device)
-                    if cute.check(cute.parse(config), _problem(case), card) is None:
-                        yield case, config
+        for (place, config), (other, work), (m, n, k) in product(enumerate(configs), enumerate(WORKS), EXTENTS):
+            number += 1
+            case = _case(work, dtype, m, n, k, KINDS[(place + other + (n % 8 > 0)) % len(KINDS)], number, device)
+            if cute.check(cute.parse(config), _problem(case), card) is None:
+                yield case, config
 
 
-def _case(work: str, dtype: str, m: int, n: int, k: int, number: int, device: str) -> GroupCase:
-    """A product of such groups; those of floating-point elements have a matrix operand or a sum behind."""
+def _case(work: str, dtype: str, m: int, n: int, k: int, kind: str, number: int, device: str) -> GroupCase:
+    """A product of such groups; of floating-point elements with the program that is one of `KINDS`."""
     m = max(m, *SIZES) if work == MASKED else m
     tail = (-sum(SIZES)) % 8 + (3 if n % 8 else 8)
     case = GroupCase.random(work, SIZES, m, n, k, dtype, seed=number, tail=tail, device=device)
@@ -72,10 +74,10 @@ def _case(work: str, dtype: str, m: int, n: int, k: int, number: int, device: st
         return case
     e, generator = case.extents, torch.Generator(device=device).manual_seed(number)
     along_n = work == RAGGED_N
-    if number % 3 == 0:
+    if kind == "sum":
         total = ops.column_sum if along_n else ops.row_sum
         case.epilogue = lambda acc: (acc, total(acc))
-    elif number % 3 == 1 and work not in (GATHERED, SCATTERED):
+    elif kind == "operand":
         shape = (e.groups, e.m, e.n) if work in (MASKED, RAGGED_K) else (e.m, e.n)
         case.operands = (torch.randn(shape, generator=generator, device=device).bfloat16(),)
         case.epilogue = lambda acc, x: acc * x
@@ -89,7 +91,7 @@ def _problem(case: GroupCase) -> Any:
 
 
 def mixtures(device: str) -> Iterator[Callable[[], None]]:
-    """The sort, the sum and the gathered rows of each of `MIXTURES`, compared with torch's."""
+    """The sort, and the copied, gathered and added rows of each of `MIXTURES`, compared with torch's."""
     for number, (tokens, top_k, count, columns) in enumerate(MIXTURES):
         generator = torch.Generator(device=device).manual_seed(number)
         experts = torch.randint(-1, count + 1, (tokens, top_k), generator=generator, device=device)
@@ -103,6 +105,8 @@ def mixtures(device: str) -> Iterator[Callable[[], None]]:
                     assert torch.equal(mine, theirs)
                 given = parts, found.row_of, top_k
                 torch.testing.assert_close(combining.combine(*given, "cute"), combining.by_torch(*given))
+                given = torch.randn(len(experts), parts.shape[1]).to(parts), found.rows, found.row_of, top_k
+                assert torch.equal(combining.spread(*given, "cute"), combining.spread(*given, "torch"))
                 index = found.rows - 1  # -1 is no row
                 want = torch.where(index[:, None] < 0, 0, parts[index.clamp(min=0).long()])
                 assert torch.equal(by_kernel.in_order(parts, index), want)

@@ -24,8 +24,16 @@ def test_every_work_of_groups_is_watched_in_each_family():
     assert set(served) == {(family, work) for family in ("sm80", "simt", "sm90") for work in WORKS}
     named = {config for _, config in sanitize_groups.cases("cpu")}
     assert named == {config for configs in sanitize_groups.CONFIGS.values() for config in configs}
-    programs = Counter(bool(case.operands) for case, _ in sanitize_groups.cases("cpu") if case.epilogue)
-    assert set(programs) == {True, False}
+    kinds = Counter(
+        (config.split("/")[0], case.work, bool(case.operands), case.epilogue is not None)
+        for case, config in sanitize_groups.cases("cpu")
+        if case.a.element_size() > 1
+    )
+    kinds_of_a_work = ((True, True), (False, True), (False, False))
+    wanted = {
+        (family, work, *kind) for family in ("sm80", "simt", "sm90") for work in WORKS for kind in kinds_of_a_work
+    }
+    assert not wanted - set(kinds)
 
 
 def test_mixtures_that_are_watched_are_right():

@@ -137,7 +137,7 @@ def listed(signature: Signature) -> tuple[str, ...]:
 def _fitted(signature: Signature, texts: Sequence[str]) -> tuple[str, ...]:
     """Those of `FITTED_ROWS` as they serve a signature; none with gate and up of a row-major B, which spill registers.
     The slabs of scattered rows leave no room for four stages of 176 rows, the buffers of several results for none of
-    more than 128: with three stages such tiles took 3 to 5 % longer on an H200.
+    more than 128: with three stages such tiles took 3 to 5 % longer on an H200, in the mean of three draws of sizes.
     """
     gated = signature.epilogue.gating is not None and signature.b_major == "n"
     if signature.work not in STREAMED_WORKS or ITEMSIZE[signature.dtype] != 2 or gated:
@@ -247,9 +247,8 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
         found = [each for each in found if not _is_large(each[0])]
     if signature.work in STREAMED_WORKS and m >= STREAMED_ROWS:
         found += ((text, False) for text in (*(_BANDED if signature.epilogue.gating else ()), *_STREAMED))
-    if len(signature.epilogue.matrices) > 1:
-        if signature.work in RINGED_WORKS and m >= RINGED_ROWS:
-            found += ((text, False) for text in _RINGED)
+    if len(signature.epilogue.matrices) > 1 and signature.work in RINGED_WORKS:
+        found += ((text, False) for text in _RINGED if m >= RINGED_ROWS)
     else:  # of larger groups too where the large tiles for them spill registers, or have three stages
         several = signature.epilogue.gating is not None and len(signature.results) > 1
         rows = min(m, LARGE_GROUP) if several else m

@@ -107,7 +107,7 @@ def _program(config: HopperConfig, signature: Signature) -> float:
     if signature.work != DENSE and len(config.matrices(signature)) > 1:
         if not config.uses_tma_store(signature):
             waited_for *= SLABS if waited_for > 1 else 1
-        elif config.swapped:
+        elif config.swapped and not config.ping_pong:
             waited_for += ACROSS
     elements = config.bm * config.bn // (2 if custom.gating else 1)
     return program_cost.cycles(custom, elements, config.accumulators, waited_for, config.ping_pong)

@@ -11,24 +11,23 @@ added up.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice, product
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 
 from cutegemm import backend, ops
-from cutegemm.errors import UnsupportedError
 from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.arch import Arch
-from cutegemm.problem import Signature, grouped_request
+from cutegemm.problem import grouped_request
 from cutegemm.problem.work import MASKED, RAGGED_K, RAGGED_N
 from cutegemm.pytorch import combining
 from cutegemm.run import combining as by_kernel
 from cutegemm.run import routing
+from tests.gpu import sanitize
 from tests.groups import WORKS, GroupCase
 
 CONFIGS = {
@@ -114,55 +113,24 @@ def mixtures(device: str) -> Iterator[Callable[[], None]]:
             yield check
 
 
-def build(card: Arch) -> int:
-    """Compiles all kernels of products into the store, in parallel; returns 1 when one fails."""
-    from tuning.prebuild import compile_all
+def checks(family: str) -> Iterator[Callable[[], object]]:
+    """As `sanitize.checks`; mixtures where no family is named."""
+    for case, config in cases("cuda"):
+        if config.startswith(family):
+            yield partial(case.run, case.a.dtype == torch.int8, backend="cute", config=config)
+    if not family:
+        yield from mixtures("cuda")
 
-    wanted: list[tuple[Signature, str, str]] = [
-        (_problem(case).signature, "cute", config) for case, config in cases("cpu")
-    ]
-    count, seconds, failed = compile_all(wanted, card)
-    print(f"compiled {count} kernels in {seconds:.1f} s")
-    for what, why in failed.items():
-        print(f"FAILED {what}: {why}")
-    return int(bool(failed))
+
+def build(arch: Arch, family: str) -> int:
+    """As `sanitize.build`, of the products."""
+    wanted = [(_problem(case).signature, "cute", config) for case, config in cases("cpu") if config.startswith(family)]
+    return sanitize.compiled(wanted, arch)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns 1 when a kernel could not be compiled, 3 when it ran out of time."""
-    parser = argparse.ArgumentParser("python -m tests.gpu.sanitize_groups", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--build", action="store_true", help="only compile, for the GPU here or else an H200")
-    parser.add_argument("--family", default="", help="only configurations that begin with this, such as sm80")
-    parser.add_argument("--shard", default="1/1", help="I/N: every N-th problem from the I-th on")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no problem after so many")
-    given = parser.parse_args(argv)
-    first, _, step = given.shard.partition("/")
-    if not (first.isdecimal() and step.isdecimal() and 1 <= int(first) <= int(step)):
-        parser.error(f"--shard: got {given.shard!r}, expected I/N with I from 1 to N")
-    if given.build:
-        return build(Arch.of_device() if torch.cuda.is_available() else arch_table.get("sm_90a"))
-    if not torch.cuda.is_available():
-        parser.error("it runs kernels on a GPU, and torch sees no CUDA device; --build needs none")
-    begun, count, refused = time.monotonic(), 0, 0
-    checks: list[Callable[[], Any]] = [
-        lambda case=case, config=config: case.run(case.a.dtype == torch.int8, backend="cute", config=config)
-        for case, config in cases("cuda")
-        if config.startswith(given.family)
-    ]
-    checks += [] if given.family else mixtures("cuda")
-    for number, check in enumerate(islice(checks, int(first) - 1, None, int(step))):
-        if time.monotonic() - begun > given.seconds:
-            print(f"{count} problems right, out of time before number {number} of the shard")
-            return 3
-        try:
-            check()
-            count += 1
-        except UnsupportedError as why:
-            if "spills" not in str(why):
-                raise
-            refused += 1
-    print(f"{count} problems right, {refused} refused, whose program makes the configuration spill")
-    return 0
+    """The command."""
+    return sanitize.command("sanitize_groups", __doc__ or "", build, checks, argv)
 
 
 if __name__ == "__main__":

@@ -321,8 +321,8 @@ def _texts(
         for source, each in zip(derived.reads, derived.program.inputs, strict=True)
     )
     *outputs, last = derived.program.outputs
-    if all(wants):
-        last = last._replace(dtype="fp32", reduce="row_sum")
+    if wants[1]:  # fp16 may not hold what is added up
+        last = last._replace(dtype="fp32", reduce="row_sum" if wants[0] else None)
     return forward.text, Program(stored, derived.program.nodes, (*outputs, last)).text, derived.reads
 
 
@@ -377,12 +377,12 @@ def _of_hidden(
     both = gate.new_empty((count, 2 * hidden)) if wants[0] else None
     outs = [] if both is None else [both[:, :hidden], both[:, hidden:]]
     if wants[1]:
-        outs.append(gate.new_empty((count, 1), dtype=torch.float32) if wants[0] else torch.empty_like(gate))
+        outs.append(gate.new_empty((count, 1 if wants[0] else hidden), dtype=torch.float32))
     values = {ACC[0]: gate, ACC[1]: up, WEIGHT: weight}
     settings.product(dy, down, ends, text=text, operands=[values[each] for each in reads], out=tuple(outs))
     if not wants[1]:
         return both, None
-    sums = outs[-1] if wants[0] else outs[-1].sum(1, keepdim=True, dtype=torch.float32)
+    sums = outs[-1] if wants[0] else outs[-1].sum(1, keepdim=True)
     return both, sums.to(weight.dtype)
 
 

@@ -182,7 +182,7 @@ def default_dtype(dtype: str, program: Program, out_dtype: Any) -> str:
 
 def result_dtype(number: int, output: Any, target: Any, out_dtype: Any, default: str, program: Program) -> str:
     """The name of the dtype of a result, of which `default` is that of `default_dtype`."""
-    if default == "int32" and is_product(program):
+    if default == "int32" and output.dtype is None and is_product(program):
         given = output_name(target.dtype) if isinstance(target, torch.Tensor) and out_dtype is None else None
         return given or default
     return program_request.output_dtype(number, output, target, out_dtype, default)

@@ -70,7 +70,7 @@ def arguments(
         raise ValueError(scaled.FAST_WITH_BLOCKS)
     scales = [None if each is None else each.scale for each in (of_a, of_b)]
     if out is None:
-        out_dtype = _default(a, out_dtype)
+        made, out_dtype = _with_default(a, made, out_dtype)
     return made, (*operands, *scaling.operands_of(program, *scales, *recipes)), out_dtype
 
 
@@ -81,13 +81,11 @@ def _following(of_a: Scaled, rows: torch.Tensor) -> Scaled:
     return of_a._replace(scale=gathered(of_a.scale, rows))
 
 
-def _default(a: Any, out_dtype: Any) -> Any:
-    """The dtype of results that a call leaves open. Raises ValueError for int32, also where nothing is multiplied."""
-    if not TABLE[str(dtype_name(a.dtype))].is_integer:
-        return out_dtype
-    if out_dtype == torch.int32:
+def _with_default(a: Any, program: Program, out_dtype: Any) -> tuple[Program, Any]:
+    """As `scaled.with_default`. Raises ValueError for int32, also where nothing is multiplied."""
+    if out_dtype == torch.int32 and TABLE[str(dtype_name(a.dtype))].is_integer:
         raise ValueError(grouped_request.WHOLE_ALONE)
-    return torch.bfloat16 if out_dtype is None else out_dtype
+    return scaled.with_default(a, program, out_dtype)
 
 
 # -- the operator ------------------------------------------------------------------------------------------------------
@@ -133,7 +131,7 @@ def _fake(
     known, sizes = program_of(program), Sizes(offsets, counts, rows, places, out_rows)
     given = joined(known, operands, numbers, integers)
     shapes = grouped_operator.shapes_of(a, b, sizes, given, known)
-    names = grouped_operator.dtypes_of(a, known, _default(a, out_dtype))
+    names = grouped_operator.dtypes_of(a, *_with_default(a, known, out_dtype))
     return [a.new_empty(shape, dtype=torch_dtype(name)) for shape, name in zip(shapes, names, strict=True)]
 
 

@@ -251,11 +251,21 @@ def has_kernels(backend: str, values: dict[Source, Any]) -> bool:
 def stored_as(ctx: Any, found: Backward, shape: tuple[int, ...]) -> tuple[str | None, ...]:
     """The dtypes in which a kernel stores the gradients that a program gives, where D has this shape.
 
-    Those of accumulators, and those that are to be summed, are stored in the operands' dtype.
+    Those of accumulators, and those that are to be summed, are stored in the operands' dtype. But fp16 may not hold
+    what is summed: then it is fp32, unless a gradient of accumulators has the same values.
     """
     like_a, _, likes = ctx.like
-    own = (likes[ctx.places.index(each.number)] if each.kind == "operand" else like_a for each in found.gives)
-    return tuple(dtype_name(like.dtype if tuple(like.shape) == shape else like_a.dtype) for like in own)
+    given = list(zip(found.gives, found.program.outputs, strict=True))
+    of_acc = {output.node for source, output in given if source.kind == "acc"}
+
+    def dtype(source: Source, node: int) -> torch.dtype:
+        like = likes[ctx.places.index(source.number)] if source.kind == "operand" else like_a
+        if tuple(like.shape) == shape:
+            return like.dtype
+        wide = source.kind == "operand" and like_a.dtype == torch.float16 and node not in of_acc
+        return torch.float32 if wide else like_a.dtype
+
+    return tuple(dtype_name(dtype(source, output.node)) for source, output in given)
 
 
 def _by_kernel(

@@ -7,6 +7,7 @@ program too, but the kernel reads them while it sums (`problem.scaling`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -85,9 +86,20 @@ def arguments(
         programs.refuse_terms(c, alpha, beta, bias, activation)
         program = program_request.program_for(epilogue, operands, a.device)
     made = scaling.scaled(program, of_a and of_a.input, of_b and of_b.input)
-    if out is None and out_dtype is None and TABLE[str(dtype_name(a.dtype))].is_integer:
-        out_dtype = torch.bfloat16
+    if out is None:
+        made, out_dtype = with_default(a, made, out_dtype)
     return made, (*operands, *scaling.operands_of(program, scale_a, scale_b, of_a, of_b)), out_dtype
+
+
+def with_default(a: Any, program: Program, out_dtype: Any) -> tuple[Program, Any]:
+    """(program, out_dtype) that run with scales: results of int8 are bf16 where neither of these says more."""
+    if out_dtype is not None or not TABLE[str(dtype_name(a.dtype))].is_integer:
+        return program, out_dtype
+    if program.outputs[0].dtype is None:
+        return program, torch.bfloat16
+    # An out_dtype would contradict the cast of the first result.
+    rest = (each if each.dtype or each.reduce else each._replace(dtype="bf16") for each in program.outputs)
+    return replace(program, outputs=tuple(rest)), None
 
 
 def compute(

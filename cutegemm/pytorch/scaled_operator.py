@@ -77,9 +77,8 @@ def _scaled_gemm_program(
 
 def _fake_program(a, b, scale_a, scale_b, scaling, operands, numbers, integers, program, out_dtype=None, *how):
     How(*how).check()
-    if out_dtype is None and TABLE[str(dtype_name(a.dtype))].is_integer:
-        out_dtype = torch.bfloat16
-    return program_operator.fake(a, b, operands, numbers, integers, program, out_dtype)
+    known, out_dtype = scaled.with_default(a, program_operator.program_of(program), out_dtype)
+    return program_operator.fake(a, b, operands, numbers, integers, known.text, out_dtype)
 
 
 define(

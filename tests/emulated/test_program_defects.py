@@ -70,3 +70,23 @@ def test_a_division_of_integers_by_zero_is_defined(of, backend, monkeypatch):
         results = cutegemm.gemm(a, b, epilogue=epilogue, operands=operands, backend=backend)
         for got, want in zip(results, QUOTIENTS, strict=True):
             assert torch.equal(got, torch.tensor([[float(want(each, y)) for each in ENDS] for y in divisors]))
+
+
+@pytest.mark.parametrize("shape", [(32,), (8, 1), ()])
+@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize(
+    "program", [lambda acc, x: acc * x, lambda acc, x: ops.cast(acc * x, torch.float32), lambda acc, x: acc + x]
+)
+def test_gradients_that_are_summed_may_be_larger_than_fp16_holds(program, groups, shape, seed):
+    """The elements of what is summed were stored in fp16, where 4096 times an accumulator is infinite."""
+    torch.manual_seed(seed)
+    a, b = torch.randn(8, 256).half(), torch.randn(256, 32).half()
+    found = []
+    for backend in ("cute", "torch"):
+        x = torch.full(shape, 0.01, requires_grad=True)
+        options = {"epilogue": program, "operands": (x,), "backend": backend}
+        ends = torch.tensor([8], dtype=torch.int32)
+        d = cutegemm.grouped_gemm(a, b[None], ends, **options) if groups else cutegemm.gemm(a, b, **options)
+        found += torch.autograd.grad(d, x, torch.full_like(d, 4096.0))
+    assert bool(found[0].isfinite().all())
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3 * float(found[1].abs().max()))

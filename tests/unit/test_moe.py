@@ -496,3 +496,17 @@ def test_a_model_of_transformers(name, seed):
         each.loss.backward()
     for (key, mine), theirs in zip(ours.named_parameters(), model.parameters(), strict=True):
         assert (mine.grad - theirs.grad).abs().max() <= 1e-4 * theirs.grad.abs().max(), key
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_gradients_of_routing_weights_do_not_ask_who_else_has_one(backend):
+    """What is summed for them was stored in fp16 where nothing else had a gradient, and was infinite."""
+    torch.manual_seed(0)
+    x, gate_up, down = torch.randn(9, 32).half(), torch.randn(4, 48, 32).half(), torch.randn(4, 16, 24).half()
+    experts, weights = torch.randint(0, 4, (9, 2)), torch.rand(9, 2, requires_grad=True)
+    found = []
+    for own in (x, x.clone().requires_grad_()):
+        y = function(own, experts, weights, gate_up, down, backend=backend)
+        found += torch.autograd.grad(y, weights, torch.full_like(y, 256.0))
+    assert bool(found[0].isfinite().all())
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3 * float(found[1].abs().max()))

@@ -5,6 +5,7 @@ import torch
 import torch.utils.checkpoint
 
 import cutegemm
+from cutegemm import ops
 
 A, B = torch.ones(8, 16, dtype=torch.bfloat16), torch.ones(16, 8, dtype=torch.bfloat16)
 
@@ -147,3 +148,53 @@ def test_a_function_that_changes_is_traced_once_a_call(call):
         got = CALLS[call](lambda acc: acc * changing.factor)
         assert changing.reads == first + 1
         assert torch.equal(got, ((A @ B).float() * (first + 1.375)).to(got.dtype))
+
+
+NINES, OF_NINES = torch.full((5, 64), 9, dtype=torch.int8), torch.tensor([2, 5], dtype=torch.int32)
+STACKED = torch.full((2, 64, 16), 9, dtype=torch.int8)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_groups_of_int8_are_cast_as_the_program_says(dtype, compiled):
+    """They came as int32."""
+
+    def product(a, b):
+        return cutegemm.grouped_gemm(a, b, OF_NINES, epilogue=lambda acc: ops.cast(acc, dtype))
+
+    got = (torch.compile(product, backend="eager", fullgraph=True) if compiled else product)(NINES, STACKED)
+    assert got.dtype == dtype
+    assert torch.equal(got, cutegemm.gemm(NINES, STACKED[0], epilogue=lambda acc: ops.cast(acc, dtype)))
+
+
+def test_groups_of_int8_refuse_a_result_that_contradicts_the_cast():
+    given = {"epilogue": lambda acc: ops.cast(acc, torch.float16)}
+    with pytest.raises(TypeError, match=r"out: got dtype torch.float32, expected float16"):
+        cutegemm.grouped_gemm(NINES, STACKED, OF_NINES, out=torch.empty(5, 16), **given)
+    with pytest.raises(TypeError, match=r"out_dtype: got torch.int32, but the epilogue casts its first result to fp16"):
+        cutegemm.grouped_gemm(NINES, STACKED, OF_NINES, out_dtype=torch.int32, **given)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize(
+    ("program", "dtypes"),
+    [
+        (lambda acc: ops.cast(acc, torch.int8), (torch.int8,)),
+        (lambda acc: (ops.cast(acc, torch.float32), acc * 2), (torch.float32, torch.bfloat16)),
+        (lambda acc: (acc, ops.cast(acc, torch.int8)), (torch.bfloat16, torch.int8)),
+    ],
+)
+def test_int8_with_scales_takes_a_program_that_casts_its_results(program, dtypes, groups, compiled):
+    """It was refused for an out_dtype that nobody had passed."""
+
+    def product(a, b):
+        options = {"scale_a": torch.tensor(0.01), "epilogue": program}
+        return cutegemm.grouped_gemm(a, b, OF_NINES, **options) if groups else cutegemm.gemm(a, b[0], **options)
+
+    found = (torch.compile(product, backend="eager", fullgraph=True) if compiled else product)(NINES, STACKED)
+    found = found if isinstance(found, tuple) else (found,)
+    assert [each.dtype for each in found] == list(dtypes)
+    want = program(torch.full((5, 16), 5184 * 0.01))
+    for mine, theirs in zip(found, want if isinstance(want, tuple) else (want,), strict=True):
+        torch.testing.assert_close(mine.float(), theirs.float(), atol=0.5, rtol=0.01)  # int8 is rounded

@@ -3,8 +3,8 @@
 Works are numbered group by group. A warp looks at 32 groups at a time, a group a lane: it loads their ends, makes them
 ascend (below), and sums up how many works they have. The works of a role come in ascending order, so that the 32 groups
 in its registers are nearly always those of its next work too: one ballot then finds the group, three shuffles tell the
-lanes about it. The number of all works is summed once, when a CTA begins. A warp that has a
-single work needs no such sum: `find_alone` finds its group.
+lanes about it. The number of all works is summed once, when a CTA begins. A warp that has a single work needs no such
+sum: `find_alone` finds its group.
 
 Ends that descend, and ends outside of the array, are no reason to touch anything else: an end counts as at least that
 of the group before it, and as at most the array's extent. Counts of rows (masked works) count as 0 to all rows.

@@ -130,7 +130,7 @@ def test_what_torch_adds_up(seed):
     assert combining.combine(rows[:0], row_of[:0], 2, "cute").shape == (0, 8)
     assert combining.spread(rows[:0], row_of[:0], row_of[:0], 2, "cute").shape == (0, 8)
     assert by_kernel.in_order(rows[:, :0], row_of).shape == (10, 0)
-    token_of = row_of.long().argsort().int() // 1
+    token_of = row_of.long().argsort().int()
     (gradient,) = torch.autograd.grad(combining.spread(leaf, token_of, row_of, 1, "cute").sum(), leaf)
     assert torch.equal(gradient, torch.ones_like(rows))
     negated = torch._neg_view(rows)

@@ -11,7 +11,6 @@ tests/compile builds one for each tile, schedule and order of operands, without 
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -143,7 +142,7 @@ def _fitted(signature: Signature, texts: Sequence[str]) -> tuple[str, ...]:
     if signature.work not in STREAMED_WORKS or ITEMSIZE[signature.dtype] != 2 or gated:
         return ()
     if len(signature.results) > 1:
-        texts = [re.sub("256x1[67][06]", "256x128", text) for text in texts]
+        texts = [text.replace("256x176", "256x128").replace("256x160", "256x128") for text in texts]
     elif signature.work == SCATTERED:
         texts = [text.replace("256x176", "256x160") for text in texts]
     return tuple(dict.fromkeys(texts))

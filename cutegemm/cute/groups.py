@@ -123,8 +123,11 @@ class Groups:
 
     @cute.jit
     def _following(self, base, end, total):
-        """The next 32 groups: the first of them, the works and the end of the groups before them; of this lane's group
-        the begin, the end, and its works alone and with all before; the works up to the last group.
+        """Goes on from the 32 groups that begin with number `base`, and have works up to `total`, to the next 32.
+
+        Returns the first of the new groups; the works of all groups before it; where the last of these ends; then of
+        this lane's group where it begins, where it ends, how many works it has, and how many it has with all before it;
+        and the works up to the last of the 32.
         """
         last = cute.arch.shuffle_sync(end, LANES - 1)
         begin, end = self._load(base + LANES, last)

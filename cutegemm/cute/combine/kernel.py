@@ -102,7 +102,7 @@ class Combine(StandaloneOperator):
 
     @cute.jit
     def _part(self, row, vector):
-        """The vector of a row that is given, in registers; of no row zeros, where numbers of none are allowed."""
+        """A vector of a given row, in registers. Where the kernel gathers, a number that names no row gives zeros."""
         found = cute.make_rmem_tensor(self.width, self.dtype)
         source = self._vector(self.args.given, row, self.args.given_pitch, vector)
         if cutlass.const_expr(self.signature.does == "gather"):

@@ -52,7 +52,7 @@ _BANDED = ("sm90/128x256x64/coop2/c1x2/s4/serp16/zig/pdl",)
 """Compared for programs of gate and up besides: the same in whole tiles. On an H200 it took 0.97 to 1.01 of the time of
 `_STREAMED` for experts with 3072 to 28672 columns of gate and up
 (docs/grouped_measured.md#gathering-in-a-pass-of-its-own), and for 2048 rows a group 0.93 and 1.00 of it in two runs. It
-comes first, for where the model expects the same of both."""
+comes first, so that it is taken where the model expects the same time of both."""
 _RINGED = ("sm90/128x192x64/coop2/c1x2/s4/serp8/zig/pdl",)
 """Compared for groups of `RINGED_ROWS` rows and more whose program has several matrix operands: these travel through
 the ring, and results are stored by TMA. In ping-pong, which such tiles of the shortlists have, slabs store them
@@ -135,8 +135,8 @@ def listed(signature: Signature) -> tuple[str, ...]:
 
 def _fitted(signature: Signature, texts: Sequence[str]) -> tuple[str, ...]:
     """Those of `FITTED_ROWS` as they serve a signature; none with gate and up of a row-major B, which spill registers.
-    The slabs of scattered rows leave no room for four stages of 176 rows, the buffers of several results for none of
-    more than 128: with three stages such tiles took 3 to 5 % longer on an H200, in the mean of three draws of sizes.
+    The slabs of scattered rows leave no room for four stages of 176 rows. The buffers of several results leave none for
+    four stages of more than 128. With three stages such tiles took 3 to 5 % longer on an H200 (mean of three draws).
     """
     gated = signature.epilogue.gating is not None and signature.b_major == "n"
     if signature.work not in STREAMED_WORKS or ITEMSIZE[signature.dtype] != 2 or gated:
@@ -248,7 +248,8 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
         found += ((text, False) for text in (*(_BANDED if signature.epilogue.gating else ()), *_STREAMED))
     if len(signature.epilogue.matrices) > 1 and signature.work in RINGED_WORKS:
         found += ((text, False) for text in _RINGED if m >= RINGED_ROWS)
-    else:  # of larger groups too where the large tiles for them spill registers, or have three stages
+    else:
+        # The large tiles that larger groups take spill registers with several results of gate and up, or lack a stage.
         several = signature.epilogue.gating is not None and len(signature.results) > 1
         rows = min(m, LARGE_GROUP) if several else m
         found += ((text, False) for text in _fitted(signature, FITTED_ROWS.get(rows, ())))

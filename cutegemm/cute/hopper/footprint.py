@@ -38,9 +38,10 @@ SLABS = 3
 """How much longer several matrix operands take in groups where slabs store the results, than the model says of operands
 that are waited for: read off times on an H200 (docs/grouped.md#matrix-operands)."""
 ACROSS = 1
-"""As how many operands that are waited for the ring's count in groups where a swapped tile reads them across their
-rows: 256x96 of swapped operands took 995 us for the gradient of gate and up of 8x4096x14336x4096, 128x192 took 924 (the
-mean of three draws of sizes), where the model expects 943 and 956 without it."""
+"""What the model adds to the number of matrix operands that a tile waits for, where a swapped tile of groups reads
+several of them from the ring, across their rows. For the gradient of gate and up of 8x4096x14336x4096 a swapped tile of
+256x96 took 995 us on an H200, and one of 128x192 that is not swapped took 924 (mean of three draws of sizes). Without
+this the model expects 943 and 956."""
 OTHERS_WAIT = 0.15
 """Share of a promotion during which the CTA's other warpgroups do not multiply either: from what 128 x 128 tiles of two
 gain by twins at 4096x7168x2048 on an H200."""

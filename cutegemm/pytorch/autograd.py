@@ -24,6 +24,7 @@ import torch
 from torch.autograd import forward_ad
 
 from cutegemm.problem.epilogue import formula_of
+from cutegemm.problem.program.evaluate import summed
 from cutegemm.pytorch import sharded, transforms
 from cutegemm.run import float32
 
@@ -225,7 +226,7 @@ def gradients(ctx: Any, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[to
         elif shape == dz.shape:
             dc = (dz if s.beta == 1 else dz * s.beta).to(dtype)
         else:
-            dc = (dz.to(wide(dz.dtype)) * s.beta).sum_to_size(shape).to(dtype)
+            dc = (summed(dz, shape) * s.beta).to(dtype)
     if needs[3]:
         rows, dtype = tuple(range(dz.dim() - 1)), ctx.bias_dtype
         # Torch sums 16-bit numbers in fp32 and rounds once.

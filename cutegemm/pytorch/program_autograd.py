@@ -369,7 +369,5 @@ def of_operand(gradient: torch.Tensor | None, like: Like, device: Any) -> torch.
         return torch.zeros(like.shape, dtype=like.dtype, device=device)
     shape = like.shape[max(like.dim() - gradient.dim(), 0) :]
     if tuple(shape) != tuple(gradient.shape):
-        if gradient.dtype != torch.float64:
-            gradient = gradient.float()
         gradient = summed(gradient, shape)
     return gradient.to(like.dtype).reshape(like.shape)

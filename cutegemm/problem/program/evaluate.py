@@ -226,10 +226,16 @@ def reduced(x: Tensor, reduce: str | None) -> Tensor:
 
 
 def summed(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """x (..., M, N) summed to the shape of an operand: over what it broadcasts, and over columns of its that repeat."""
+    """x (..., M, N) summed to the shape of an operand: over what it broadcasts, and over columns of its that repeat.
+    Sums are in fp32, of float64 in float64; no copy of x is made in that dtype.
+    """
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     columns = shape[-1] if len(shape) else 1
     if columns not in (1, x.shape[-1]):
         times = -(-x.shape[-1] // columns)
         whole = torch.nn.functional.pad(x, (0, times * columns - x.shape[-1]))
-        x = whole.reshape(*whole.shape[:-1], times, columns).sum(-2)
-    return x.sum_to_size(shape)
+        x = whole.reshape(*whole.shape[:-1], times, columns).sum(-2, dtype=wide)
+    more = x.dim() - len(shape)
+    repeated = [more + place for place, extent in enumerate(shape) if extent == 1 != x.shape[more + place]]
+    axes = (*range(more), *repeated)
+    return (x.sum(axes, keepdim=True, dtype=wide) if axes else x.to(wide)).reshape(tuple(shape))

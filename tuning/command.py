@@ -22,6 +22,7 @@ TOOLS = {
     "explain": ("tuning.explain", "say which kernel gemm would run for a problem on a GPU, and why"),
     "ladder": ("tuning.ladder", "climb a teaching ladder: fp32, 16bit or hopper"),
     "traffic": ("tuning.traffic", "count the bytes that kernels move, with Nsight Compute"),
+    "power": ("tuning.power", "clock, power and energy of products that run without a pause"),
     "occupancy": ("tuning.occupancy", "registers, shared memory, CTAs per SM, waves, roofline of a kernel"),
     "emulate": ("cutegemm.emulator.__main__", "run and profile one compiled kernel without a GPU"),
     "emit": ("cutegemm.cutlass2x.__main__", "print or compile a CUTLASS 2.x configuration"),

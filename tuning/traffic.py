@@ -16,13 +16,12 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
-from tuning import cli, suites
+from tuning import cli, named_products
 
 NCU = "ncu"
 METRICS = {
@@ -105,38 +104,6 @@ def table(product: str, rows: Sequence[tuple[str, Counted]]) -> str:
     return tabulate(lines, headers=headers, floatfmt=("", "", ".1f", ".0f", ".3f", ".3f", ".2f", ".2f", ".2f", ".1f"))
 
 
-def _ways(product: str, options: Any) -> Iterator[tuple[str, Callable[[], object]]]:
-    """The ways to a product, on operands drawn at random."""
-    import torch
-
-    import cutegemm
-    from cutegemm.problem import Problem
-    from tuning.bench_basis import Case
-    from tuning.grouped_ways import FORWARD, LOOP, OURS, TORCH, Draw
-
-    named = partial(_named, options.config)
-    if product in _entries():
-        ways = FORWARD.ways(Draw(_entries()[product], 0, "cuda"), options.dtype, "tn")
-        yield from ((name, ways[name].call) for name in (LOOP, TORCH))
-        yield from named(ways[OURS].call)
-        return
-    (shape,) = suites.parse(product)
-    a, b = Case(Problem.of(*shape, options.dtype, majors=options.majors)).operands(0)
-    yield "torch", partial(torch.mm, a, b)
-    yield from named(partial(cutegemm.gemm, a, b))
-
-
-def _named(configs: Sequence[str], call: Callable[..., object]) -> Iterator[tuple[str, Callable[[], object]]]:
-    yield "cutegemm", call
-    for config in configs:
-        yield config, partial(call, backend="cute", config=config)
-
-
-def _entries() -> dict[str, suites.Experts]:
-    """The entries of suite `moe` by the text of their sizes."""
-    return {str(entry).split(" (")[0]: entry for entry in suites.MOE}
-
-
 def _launch(products: Sequence[str], options: Any) -> int:
     """The child: launches every way once, in front of the profiler."""
     import torch
@@ -144,7 +111,7 @@ def _launch(products: Sequence[str], options: Any) -> int:
     names: list[str] = []
     filling = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
     for product in products:
-        ways = list(_ways(product, options))
+        _, ways = named_products.ways(product, options)
         for _, call in ways:
             call()  # compiles, and loads
         torch.cuda.synchronize()
@@ -163,15 +130,11 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; returns 0 when every kernel was counted, 2 when none could be."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     made = cli.parser("traffic", (__doc__ or "").split("\n\n")[0])
-    made.add_argument("--shapes", help="MxNxK, or one number for a square product; comma-separated")
-    made.add_argument("--entries", help=f"products in groups of suite `moe`, as {next(iter(_entries()))!r}; likewise")
-    made.add_argument("--config", action="append", default=[], help="a configuration to count too; repeatable")
-    made.add_argument("--dtype", default="bf16", choices=("bf16", "fp16"))
-    made.add_argument("--majors", default="tn", choices=("tn", "tt", "nn", "nt"), help="of A and B, of --shapes alone")
+    named_products.add_options(made)
     made.add_argument("--child", action="store_true", help="launch the kernels; `ncu` runs the command so")
     options = made.parse_args(given)
     try:
-        products = _products(options)
+        products = named_products.products(options)
     except ValueError as why:
         made.error(str(why))
     if options.child:
@@ -193,25 +156,6 @@ def main(arguments: list[str] | None = None) -> int:
         own = [(name.split("\n")[1], each) for name, each in rows if name.split("\n")[0] == product]
         print(table(product, own), end="\n\n")
     return 0
-
-
-def _products(options: Any) -> list[str]:
-    """What to compute, of `--shapes` and `--entries`. Raises ValueError naming what is not known."""
-    from cutegemm import backend
-
-    found = ["x".join(map(str, shape)) for shape in suites.parse(options.shapes)] if options.shapes else []
-    for text in options.entries.split(",") if options.entries else ():
-        if text not in _entries():
-            raise ValueError(f"--entries: got {text!r}, accepted are {', '.join(_entries())}")
-        found.append(text)
-    if not found:
-        raise ValueError("name what to count: --shapes or --entries")
-    for config in options.config:
-        try:
-            backend.get("cute").parse(config)
-        except ValueError as why:
-            raise ValueError(f"--config: {why}") from None
-    return list(dict.fromkeys(found))
 
 
 if __name__ == "__main__":

@@ -418,7 +418,7 @@ def check_types(tensors: dict[str, Any]) -> None:
         request.check_type(name, tensor)
         if tensor.layout != torch.strided or tensor.is_nested:
             raise TypeError(f"{name}: got a nested tensor, or layout {tensor.layout}; expected a dense (strided) one")
-        if name == first and x.device.type not in ("cuda", "cpu"):
+        if name == first and x.device.type not in ("cuda", "cpu", "meta"):
             raise ValueError(f"{name}: it is on {x.device}, accepted are CUDA and CPU tensors")
         request.check_device(name, tensor, x.device, first)
         if not torch.compiler.is_dynamo_compiling() and tensor.is_neg():

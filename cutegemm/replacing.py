@@ -43,14 +43,12 @@ def check_options(precision: Any, backend: Any) -> None:
 
 
 def check_input(input: Any, weight: torch.Tensor) -> None:
-    """Raises TypeError or ValueError unless a layer's input is a dense tensor with memory, where its weight is."""
+    """Raises TypeError or ValueError unless a layer's input is a dense tensor where its weight is."""
     request.check_type("input", input)
     if input.is_nested or input.layout != torch.strided:
         what = "a nested tensor" if input.is_nested else f"layout {input.layout}"
         raise TypeError(f"input: got {what}, expected a dense (strided) torch.Tensor")
     request.check_device("input", input, weight.device, "the weight")
-    if input.is_meta:
-        raise ValueError("input: it is on meta, accepted are CUDA and CPU tensors")
     if not torch.compiler.is_dynamo_compiling() and input.is_neg():
         raise ValueError("input: it is a lazily negated view; call .resolve_neg()")
 

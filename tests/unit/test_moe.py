@@ -264,7 +264,7 @@ WRONG = [
     ({"weights": WEIGHTS.to_sparse()}, TypeError, "weights: got a nested tensor, or layout torch.sparse_coo; expected"),
     ({"experts": EXPERTS.float()}, TypeError, "experts: got dtype torch.float32, accepted are torch.int64"),
     ({"weights": WEIGHTS.long()}, TypeError, "weights: got dtype torch.int64, accepted are torch.float32"),
-    ({"x": X.to("meta")}, ValueError, "x: it is on meta, accepted are CUDA and CPU tensors"),
+    ({"x": X.to("meta")}, ValueError, "experts: it is on cpu, expected the device of x, meta"),
     ({"w_down": DOWN.to("meta")}, ValueError, "w_down: it is on meta, expected the device of x, cpu"),
     ({"activation": "tanh"}, ValueError, "activation: got 'tanh', accepted are 'silu', 'gelu', 'gelu_tanh', 'relu'"),
     ({"activation": ["silu"]}, ValueError, "activation: got ['silu'], accepted are 'silu', 'gelu', 'gelu_tanh'"),

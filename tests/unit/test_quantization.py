@@ -154,7 +154,7 @@ VALUES = torch.ones(4, 256).to(torch.float8_e4m3fn)
         ({"x": [1.0]}, TypeError, r"x: got list, expected a torch\.Tensor"),
         ({"x": X.double()}, TypeError, r"x: got dtype torch\.float64, accepted are torch\.float16, torch\.bfloat16"),
         ({"x": X[0]}, ValueError, "x: got 1 dimensions, accepted are 2 .* and 3"),
-        ({"x": X.to("meta"), "backend": "cute"}, ValueError, "x: it is on meta, accepted are CUDA and CPU"),
+        ({"x": X.to("meta"), "scale": torch.tensor(1.0)}, ValueError, "x: it is on meta, accepted are CUDA and CPU"),
         ({"dtype": torch.float16}, TypeError, r"dtype: got torch\.float16, accepted are torch\.float8_e4m3fn"),
         ({"scaling": "row"}, ValueError, "scaling: got 'row', accepted are 'tensor', 'rows', 'blocks'"),
         ({"scaling": np.zeros(2)}, ValueError, "scaling: got a ndarray, accepted are 'tensor', 'rows', 'blocks'"),

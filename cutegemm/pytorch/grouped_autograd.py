@@ -32,7 +32,7 @@ from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_N, ROWS, SC
 from cutegemm.pytorch import autograd, program_autograd
 from cutegemm.pytorch.program_autograd import FORWARD_MODE, Like, Settings
 from cutegemm.pytorch.program_batches import described
-from cutegemm.pytorch.program_gradients import ACC, Maximum, Needed, fused, needed
+from cutegemm.pytorch.program_gradients import ACC, Maximum, Needed, fused, needed, passed_on
 from cutegemm.torch_grouped import gathered, written_places
 
 PRODUCT = Program((), (Node("acc"),), (Output(0),)).text
@@ -117,11 +117,10 @@ class _Backward:
 
     # -- elementwise ------------------------------------------------------------------------------------------------
     def elementwise(self, needs: Needed, grads: Sequence[Any]) -> dict[Source, torch.Tensor]:
-        """The gradients of accumulators and operands, elementwise; 0 where no group is."""
+        """The gradients of accumulators and operands, elementwise; those of operands are 0 where no group is."""
         ctx, program = self.ctx, self.settings.program
         values, saved = program_autograd.known_values(ctx, self.rest, grads)
-        found = needs.backward
-        assert found is not None
+        assert needs.backward is not None
         by_kernel = self.work in ROWS and program_autograd.has_kernels(self.settings.backend, values)
         alone = needs.maxima or not by_kernel
         if needs.reads_acc and (torch.is_grad_enabled() or not saved) and alone:
@@ -130,8 +129,15 @@ class _Backward:
         values |= saved
         for maximum in needs.maxima:
             self._spread(maximum, values, saved)
+        passed: dict[Source, torch.Tensor] = {}
+        found: Backward | None = needs.backward
+        if self.work != MASKED:  # a product of groups reads its own rows alone; that of masked ones reads all
+            whole = passed_on(needs.backward, of_operands=False)
+            passed, found = whole.of(values), whole.rest
+        if found is None:
+            return passed
         if by_kernel:
-            return self._by_kernel(found, values, needs.reads_acc and not saved)
+            return passed | self._by_kernel(found, values, needs.reads_acc and not saved)
         read = [values[source] for source in found.reads]
         derived = described(found.program, [each for each in read if isinstance(each, torch.Tensor)])
         shape = self.extents.shape(self.extents.n // (2 if program.gating else 1))
@@ -141,7 +147,7 @@ class _Backward:
         written = written_places(self._plain_work, self.sizes.groups, *shape[-2:])
         if written is not None:
             results = tuple(torch.where(written, each, 0) for each in results)
-        return dict(zip(found.gives, results, strict=True))
+        return passed | dict(zip(found.gives, results, strict=True))
 
     def _spread(self, maximum: Maximum, values: dict[Source, Any], saved: dict[Source, torch.Tensor]) -> None:
         """Replaces the gradient of a maximum among the values by that of the elements."""

@@ -32,7 +32,7 @@ from cutegemm.problem.program.graph import Program
 from cutegemm.pytorch import autograd, transforms
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.program_batches import described
-from cutegemm.pytorch.program_gradients import ACC, Needed, fused, needed, recording
+from cutegemm.pytorch.program_gradients import ACC, Needed, fused, needed, passed_on, recording
 from cutegemm.pytorch.registering import many
 from cutegemm.run import float32
 
@@ -206,8 +206,8 @@ def _elementwise(ctx: Any, kept: Sequence[Any], needs: Needed, grads: Sequence[A
     if needs.reads_acc:
         if torch.is_grad_enabled() or (not saved and needs.maxima):
             precision = float32.of_gradients(settings.precision)
-            whole = autograd._gemm(a, b, out_dtype=wide, precision=precision, backend=settings.backend)
-            saved = dict(zip(ACC, columns_of(whole, program.gating), strict=False))
+            acc = autograd._gemm(a, b, out_dtype=wide, precision=precision, backend=settings.backend)
+            saved = dict(zip(ACC, columns_of(acc, program.gating), strict=False))
         recompute = not saved
     values |= saved
     for maximum in needs.maxima:
@@ -217,14 +217,18 @@ def _elementwise(ctx: Any, kept: Sequence[Any], needs: Needed, grads: Sequence[A
         source = Source("upstream", maximum.output)
         reduce = str(program.outputs[maximum.output].reduce)
         values[source] = spread_maximum(maximum.program, acc, read, values[source], reduce, wide)
-    found = needs.backward
-    assert found is not None
+    assert needs.backward is not None
+    whole = passed_on(needs.backward)
+    given, found = whole.of(values), whole.rest
+    if found is None:
+        return given
     columns = (*shape[:-1], shape[-1] // 2) if program.gating else shape
     if recompute or has_kernels(settings.backend, values):
-        return _by_kernel(ctx, found, values, (a, b) if recompute else None, columns)
+        return given | _by_kernel(ctx, found, values, (a, b) if recompute else None, columns)
     read = [values[source] for source in found.reads]
     derived = described(found.program, [each for each in read if isinstance(each, torch.Tensor)])
-    return dict(zip(found.gives, evaluate(derived, _nothing(grads, columns, wide), read, dtype=wide), strict=True))
+    results = evaluate(derived, _nothing(grads, columns, wide), read, dtype=wide)
+    return given | dict(zip(found.gives, results, strict=True))
 
 
 def known_values(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cutegemm.problem.program.derive import Backward, Source, backward, pruned, saving
 from cutegemm.problem.program.graph import Node, Output, Program
@@ -91,6 +92,34 @@ def recording(program: Program, needs: Needed, dtype: str | None) -> tuple[Progr
         return saving(program, needs.backward, dtype)
     accumulators = ACC if program.gating else ACC[:1]
     return saving(program, replace(needs.backward, reads=accumulators), dtype)
+
+
+class Passed(NamedTuple):
+    """The gradients that are upstream gradients as they are, which nothing need compute.
+
+    passed: (gradient, upstream gradient) of each. rest: gives the others, None where there are none.
+    """
+
+    passed: tuple[tuple[Source, Source], ...]
+    rest: Backward | None
+
+    def of(self, values: Mapping[Source, Any]) -> dict[Source, Any]:
+        """Those that are passed on, of the values by what they are."""
+        return {source: values[upstream] for source, upstream in self.passed}
+
+
+@lru_cache(maxsize=1024)
+def passed_on(found: Backward, of_operands: bool = True) -> Passed:
+    """What a backward pass need not compute. of_operands: whether gradients of operands may be passed on too."""
+    passed = []
+    for source, output in zip(found.gives, found.program.outputs, strict=True):
+        node = found.program.nodes[output.node]
+        if node.op == "input" and (of_operands or source.kind == "acc"):
+            number = int(node.attribute or 0)
+            if found.reads[number].kind == "upstream" and found.program.inputs[number].varies == "mn":
+                passed.append((source, found.reads[number]))
+    rest = [source for source in found.gives if source not in dict(passed)]
+    return Passed(tuple(passed), found.only(rest) if rest else None)
 
 
 class Fused(NamedTuple):

@@ -1,7 +1,8 @@
 """The public call for products in groups: many multiplications, whose sizes lie on the device, in one launch.
 
-A call with plain tensors and nothing for autograd or autocast to do goes to the kernel (run/grouped.py); every other
-one is the operator torch.ops.cutegemm.grouped_gemm (pytorch/grouped_operator.py).
+A call with plain tensors and nothing for autocast to do goes to the kernel (run/grouped.py), its gradients recorded
+where they are wanted (pytorch/grouped_autograd.py); every other one is the operator torch.ops.cutegemm.grouped_gemm
+(pytorch/grouped_operator.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from cutegemm.choice.plan import Plan
 from cutegemm.problem import dtypes, program_request, request
@@ -24,10 +24,9 @@ from cutegemm.pytorch import (
     program_autograd,
     programs,
     scaled,
-    transforms,
 )
 from cutegemm.pytorch.autocast import cast_operands
-from cutegemm.pytorch.dispatch import is_dispatched
+from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.pytorch.program_operator import divided
 from cutegemm.pytorch.programs import results_given
 from cutegemm.pytorch.registering import few
@@ -156,10 +155,10 @@ def grouped_gemm(
         for each in (a, b, *operands, scale_a, scale_b, *_listed(out), *sizes[:4])
         if isinstance(each, torch.Tensor)
     ]
+    recorded = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
     if (
-        transforms.active(*tensors) or is_dispatched(*tensors) or torch._C._is_tracing()
-        or (torch._C._is_any_autocast_enabled() and not given) or forward_ad._current_level >= 0
-        or (torch.is_grad_enabled() and any(each.requires_grad for each in tensors))
+        is_beyond_autograd(*tensors) or (torch._C._is_any_autocast_enabled() and not given)
+        or (recorded and (given or out is not None))
     ):  # fmt: skip
         text = program_request.program_for(epilogue, operands, a.device).text
         if given:
@@ -170,6 +169,8 @@ def grouped_gemm(
             return grouped_scaled.compute(
                 a, b, sizes, epilogue, operands, given, out, out_dtype, precision, backend, config
             )
+        if recorded:
+            return few(grouped_operator.record(a, b, sizes, epilogue, operands, out_dtype, save, **options))
         return grouped.compute(a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config)
     except (TypeError, ValueError) as why:
         _name_arguments(why, operands, bias, scale_a)

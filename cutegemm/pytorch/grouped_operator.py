@@ -18,6 +18,7 @@ from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.grouped_request import Sizes
 from cutegemm.pytorch import autograd, grouped_autograd, registering, sharded, sharding, sharding_programs
 from cutegemm.pytorch.autocast import cast_operands
+from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.pytorch.program_autograd import check_save, refuse_tangents
 from cutegemm.pytorch.program_operator import divided, joined, program_of
 from cutegemm.run import grouped
@@ -224,12 +225,34 @@ def flops(a_shape, b_shape, offsets, counts, rows, *rest, out_shape=None, **opti
 register_flop_formula([torch.ops.cutegemm.grouped_gemm, torch.ops.cutegemm.grouped_gemm_out])(flops)
 
 
+def record(
+    a: Any, b: Any, sizes: Sizes, epilogue: Any, operands: Any, out_dtype: Any, save: str | None, *, precision: Any,
+    backend: str, config: Any,
+) -> list[torch.Tensor]:  # fmt: skip
+    """`grouped_gemm` of plain tensors, with its gradients recorded, where nothing but autograd looks at the call."""
+
+    def run(a: Any, b: Any, sizes: Sizes, program: Any, given: Any, wanted: Any) -> Any:
+        return grouped.compute(a, b, sizes, program, given, None, wanted, precision, backend, config)
+
+    known = program_request.program_for(epilogue, operands, a.device)
+    settings = grouped_autograd.Settings(known, out_dtype, precision, backend, save or "outputs", run)
+    return list(grouped_autograd.record(a, b, sizes, operands, settings))
+
+
 def call(
     a: Any, b: Any, sizes: Sizes, text: str, operands: Any, *, out_dtype: Any = None, precision: Any = None,
     backend: str = "auto", config: Any = None, save: str | None = None, zeros: bool = False,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """`grouped_gemm` by the operator: the results of the program of that text."""
+    """`grouped_gemm` by the operator, or without it where nothing would see it: the results of the program of that
+    text.
+    """
     tensors, numbers, integers = divided(operands)
+    seen = torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()
+    if not seen and not is_beyond_autograd(a, b, *tensors):
+        out = grouped.ZEROS if zeros else None
+        return registering.many(
+            grouped.compute(a, b, sizes, program_of(text), operands, out, out_dtype, precision, backend, config)
+        )
     found: list[torch.Tensor] = torch.ops.cutegemm.grouped_gemm(
         a, b, *sizes, tensors, numbers, integers, text, out_dtype, precision, backend,
         carried(config), save or "outputs", zeros,

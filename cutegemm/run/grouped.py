@@ -17,7 +17,7 @@ from cutegemm.problem import grouped_request, packing, torch_dtype
 from cutegemm.problem.grouped_request import Sizes
 from cutegemm.problem.program.graph import Program
 from cutegemm.problem.program_request import ProgramRequest, Results
-from cutegemm.problem.work import GATHERED, SCATTERED, Work
+from cutegemm.problem.work import GATHERED, RAGGED_K, SCATTERED, Work
 from cutegemm.problem.work import TABLE as WORKS
 from cutegemm.run import call, fused, preparing
 from cutegemm.run.environment import is_on
@@ -91,6 +91,7 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
     names = ["counts" if work.masked else "offsets", "rows" if work.indexed == "a" else "places"]
     extent = {"m": problem.m, "n": problem.n, "k": problem.k}[work.ragged or "m"]
     limit = problem.d.rows if work.indexed == "d" else 0
+    everywhere = problem.work == RAGGED_K  # every element is a group's, of one that is empty too
     in_order = packing.in_order
     if plan.kernel is not None:
         from cutegemm.run.combining import in_order  # it comes with the kernel families
@@ -100,7 +101,7 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
             check_arrays(arrays, extent, work, a.shape[0] if work.indexed == "a" else limit)
         new = out is None or out is ZEROS
         given = (None,) * len(dtypes) if new else (out,) if isinstance(out, torch.Tensor) else out
-        make = torch.zeros if out is ZEROS else torch.empty
+        make = torch.zeros if out is ZEROS and not everywhere else torch.empty
         if not new:
             fused.check_writable(given, a, b, operands, dict(zip(names, arrays, strict=False)))
         if asked.gathers:

@@ -28,7 +28,7 @@ CASES = [
         r"b: got a batch of 3, expected .* 2, or 1",
     ),
     ("too large", (A[:1].expand(2**31 - 1024, 6), B), {}, ValueError, r"a, b: M is 2147482624; at most 2147482623"),
-    ("meta device", (A.to("meta"), B.to("meta")), {}, ValueError, r"a: it is on meta, accepted are CUDA and CPU"),
+    ("meta device", (A.to("meta"), B), {}, ValueError, r"b: it is on cpu, expected the device of a, meta"),
     ("devices differ", (A, B.to("meta")), {}, ValueError, r"b: it is on meta, expected the device of a, cpu"),
     ("alpha tensor", (A, B), {"alpha": torch.ones(())}, TypeError, r"alpha: got Tensor, expected a Python float"),
     ("beta text", (A, B), {"beta": "1"}, TypeError, r"beta: got str"),

@@ -44,6 +44,20 @@ def test_a_product_in_groups_has_two_products_for_its_gradients(ends, launches, 
     assert len(seen) == launches
 
 
+def test_only_what_may_be_in_no_group_is_zeroed_first(monkeypatch):
+    a, b, zeroed = random(M, K, dtype=torch.bfloat16), random(3, K, N, dtype=torch.bfloat16), []
+    with host_stub.on_cpu(in_cpp=False):
+        found = cutegemm.grouped_gemm(a, b, ENDS, backend="cute")
+
+        def note(shape, *given, zeros=torch.zeros, **options):
+            zeroed.append(tuple(shape))
+            return zeros(shape, *given, **options)
+
+        monkeypatch.setattr(torch, "zeros", note)
+        torch.autograd.grad(found, (a, b), torch.ones_like(found))
+    assert zeroed == [(M, K)]
+
+
 def test_a_sum_needs_no_kernel_for_its_gradients(monkeypatch):
     a, b, x = random(M, K, dtype=torch.bfloat16), random(K, N, dtype=torch.bfloat16), random(M, N, dtype=torch.bfloat16)
     with host_stub.on_cpu(in_cpp=False):

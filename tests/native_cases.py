@@ -91,6 +91,7 @@ class TorchKernel(StandaloneKernel):
     def _add_up(self, given: dict[str, Any]) -> None:
         s: Any = self.signature
         dtype, tokens, top_k = torch_dtype(s.dtype), given["tokens"], given["top_k"]
+        assert s.does != "clear"  # the C++ part launches none
         columns, pitch, to_made = (
             given[name] * s.bytes // dtype.itemsize for name in ("vectors", "given_pitch", "made_pitch")
         )

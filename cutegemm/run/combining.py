@@ -1,4 +1,4 @@
-"""From the rows of a mixture's tokens to the launched kernel that adds them up, gathers or spreads them."""
+"""From the rows of a mixture's tokens to the launched kernel that adds them up, gathers, spreads or clears them."""
 
 from __future__ import annotations
 
@@ -53,6 +53,17 @@ def spread_step_of(rows: torch.Tensor, top_k: int) -> Step | None:
     return _step(rows, rows.shape[0], top_k, "spread")
 
 
+def clear_behind(made: torch.Tensor, ends: torch.Tensor) -> bool:
+    """Writes zeros into the rows of a matrix behind its last group, and says whether it has: not where the GPU cannot
+    run the kernel. ends: of the groups, int32.
+    """
+    step = _step(made, made.shape[0], len(ends), "clear", made.stride(0))
+    if step is None:
+        return False
+    steps.run([step], config.POINTERS, (None, ends.contiguous(), made), made.device, {"made"})
+    return True
+
+
 def _launched(step: Step, rows: torch.Tensor, row_of: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     made = rows.new_empty(shape)
     steps.run([step], config.POINTERS, (rows.detach(), row_of.contiguous(), made), rows.device, {"made"})
@@ -60,8 +71,8 @@ def _launched(step: Step, rows: torch.Tensor, row_of: torch.Tensor, shape: tuple
 
 
 def _step(rows: torch.Tensor, tokens: int, top_k: int, does: str, pitch: int | None = None) -> Step | None:
-    """The launch for that many tokens; None where there is nothing to do, the GPU cannot run the kernel, or a capture
-    is under way that loading it would break.
+    """The launch for that many tokens, or rows to clear, of which `top_k` is the number of groups; None where there is
+    nothing to do, the GPU cannot run the kernel, or a capture is under way that loading it would break.
 
     pitch: elements from one row that is made to the next.
     """
@@ -73,10 +84,13 @@ def _step(rows: torch.Tensor, tokens: int, top_k: int, does: str, pitch: int | N
     width = math.gcd(columns * size, given * size, rows.data_ptr() or 16, 16)
     tile = Tile()
     vectors, given, made = (each * size // width for each in (columns, given, made))
-    if not 0 < tokens * vectors <= config.MOST_VECTORS or given > config.MOST_VECTORS:
+    most = config.MOST_CLEARED if does == "clear" else config.MOST_VECTORS
+    if not 0 < tokens * vectors <= most or given > config.MOST_VECTORS:
         return None
     arch, ctas = steps.arch_of(rows.device), -(-tokens * vectors // tile.threads)
     known = top_k if top_k <= config.MOST_UNROLLED else 0
+    if does == "clear":  # mostly there is nothing to do
+        ctas, known = min(ctas, arch.sm_count), 0
     kernel = _kernel(Signature(str(dtype_name(rows.dtype)), width, known, does), tile, arch, rows.device)
     if kernel is None:
         return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from cutegemm.problem import grouped_request, packing, torch_dtype
 from cutegemm.problem.grouped_request import Sizes
 from cutegemm.problem.program.graph import Program
 from cutegemm.problem.program_request import ProgramRequest, Results
-from cutegemm.problem.work import GATHERED, RAGGED_K, SCATTERED, Work
+from cutegemm.problem.work import GATHERED, RAGGED_K, RAGGED_M, SCATTERED, Work
 from cutegemm.problem.work import TABLE as WORKS
 from cutegemm.run import call, fused, preparing
 from cutegemm.run.environment import is_on
@@ -91,7 +92,7 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
     names = ["counts" if work.masked else "offsets", "rows" if work.indexed == "a" else "places"]
     extent = {"m": problem.m, "n": problem.n, "k": problem.k}[work.ragged or "m"]
     limit = problem.d.rows if work.indexed == "d" else 0
-    everywhere = problem.work == RAGGED_K  # every element is a group's, of one that is empty too
+    clear = partial(_clear, problem.work, [output.reduce for output in asked.program.outputs], plan.kernel is not None)
     in_order = packing.in_order
     if plan.kernel is not None:
         from cutegemm.run.combining import in_order  # it comes with the kernel families
@@ -101,7 +102,6 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
             check_arrays(arrays, extent, work, a.shape[0] if work.indexed == "a" else limit)
         new = out is None or out is ZEROS
         given = (None,) * len(dtypes) if new else (out,) if isinstance(out, torch.Tensor) else out
-        make = torch.zeros if out is ZEROS and not everywhere else torch.empty
         if not new:
             fused.check_writable(given, a, b, operands, dict(zip(names, arrays, strict=False)))
         if asked.gathers:
@@ -111,11 +111,13 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
         if "b" in copied:
             b = packing.copied("b", b, problem.work)
         outs = tuple(
-            make(shape, dtype=dtype, device=asked.device) if own is None
+            torch.empty(shape, dtype=dtype, device=asked.device) if own is None
             else torch.empty(shape, dtype=dtype, device=asked.device).copy_(own) if number in temporaries
             else own
             for number, (own, shape, dtype) in enumerate(zip(given, asked.shapes, dtypes, strict=True))
         )  # fmt: skip
+        if out is ZEROS:
+            clear(outs, arrays[0])
         core(a, b, operands, outs, arrays[:taken], not new or out is ZEROS)
         for number in temporaries:
             given[number].copy_(outs[number])  # type: ignore[union-attr]
@@ -123,6 +125,24 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
         return results[0] if len(asked.shapes) == 1 else results
 
     return run
+
+
+def _clear(work: str, reduces: Sequence[Any], by_kernel: bool, outs: Sequence[torch.Tensor], ends: Any) -> None:
+    """Writes zeros at least where no group is.
+
+    Args:
+        reduces: of each result, what it is reduced by. by_kernel: whether a kernel computes them.
+        ends: of the groups.
+    """
+    if work == RAGGED_K:
+        return  # every element is a group's; one that is empty gives zeros
+    for made, reduce in zip(outs, reduces, strict=True):
+        if by_kernel and work in (RAGGED_M, GATHERED) and reduce is None:
+            from cutegemm.run.combining import clear_behind  # it comes with the kernel families
+
+            if clear_behind(made, ends):
+                continue
+        made.zero_()
 
 
 def launch_of(

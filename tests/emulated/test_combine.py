@@ -94,6 +94,40 @@ def test_rows_are_spread_to_their_places(dtype, columns, top_k, seed):
     assert torch.equal(found[~kept], want[~kept])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("columns", [1, 7, 36, 520])
+@pytest.mark.parametrize(
+    "ends",
+    [[5], [3, 3, 9], [0, 0], [23], [30, 40], [9, 4], [-3, 2], [*range(1, 20), *[19] * 60, 21], [2**31 - 1, 1]],
+    ids=str,
+)
+@pytest.mark.product(keep=16)
+def test_rows_behind_the_last_group_are_cleared(dtype, columns, ends):
+    """No other ones; ends that decrease, or that lie elsewhere."""
+    made = torch.full((23, columns), float("nan"), dtype=dtype)
+    given = torch.tensor([ends, ends], dtype=torch.int32).t()[:, 0]
+    assert by_kernel.clear_behind(made, given)
+    last = min(max(*ends, 0), 23)
+    assert torch.isnan(made[:last]).all()
+    assert not made[last:].any()
+
+
+def test_what_is_not_cleared():
+    assert not by_kernel.clear_behind(torch.ones(4, 0), torch.tensor([1]).int())
+    assert not by_kernel.clear_behind(torch.ones(0, 4), torch.tensor([1]).int())
+
+
+def test_a_kernel_that_clears_has_no_more_threads_than_the_gpu(seed):
+    made, ends = torch.full((40_000, 64), 7.0).bfloat16(), torch.tensor([39_000]).int()
+    step = by_kernel._step(made, len(made), 1, "clear", 64)
+    ctas = dict(zip((name for name, _ in NUMBERS), step.numbers, strict=True))["ctas"]
+    assert ctas == by_kernel.steps.arch_of(made.device).sm_count
+    assert not spilled(step.kernel.cubin)
+    assert by_kernel.clear_behind(made, ends)
+    assert (made[:39_000] == 7).all()
+    assert not made[39_000:].any()
+
+
 def test_nothing_is_read_before_the_kernel_in_front_has_ended(seed):
     rows, row_of = drawn(40, 2, 64, torch.bfloat16, seed)
     later, _ = drawn(40, 2, 64, torch.bfloat16, seed + 1)

@@ -90,7 +90,7 @@ def _problem(case: GroupCase) -> Any:
 
 
 def mixtures(device: str) -> Iterator[Callable[[], None]]:
-    """The sort, and the copied, gathered and added rows of each of `MIXTURES`, compared with torch's."""
+    """The sort, and the copied, gathered, added and cleared rows of each of `MIXTURES`, compared with torch's."""
     for number, (tokens, top_k, count, columns) in enumerate(MIXTURES):
         generator = torch.Generator(device=device).manual_seed(number)
         experts = torch.randint(-1, count + 1, (tokens, top_k), generator=generator, device=device)
@@ -109,6 +109,10 @@ def mixtures(device: str) -> Iterator[Callable[[], None]]:
                 index = found.rows - 1  # -1 is no row
                 want = torch.where(index[:, None] < 0, 0, parts[index.clamp(min=0).long()])
                 assert torch.equal(by_kernel.in_order(parts, index), want)
+                last = int(found.ends[count // 2])
+                assert by_kernel.clear_behind(parts, found.ends[: count // 2 + 1])
+                assert not parts[last:].any()
+                assert last == 0 or parts[:last].any()
 
             yield check
 

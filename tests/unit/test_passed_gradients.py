@@ -10,7 +10,7 @@ from cutegemm import ops
 from cutegemm.problem import program_request
 from cutegemm.pytorch import grouped_operator, program_autograd
 from cutegemm.pytorch.program_gradients import Needed, needed, passed_on
-from cutegemm.run import grouped
+from cutegemm.run import combining, grouped
 from tuning import host_stub
 
 M, N, K = 24, 16, 32
@@ -44,18 +44,19 @@ def test_a_product_in_groups_has_two_products_for_its_gradients(ends, launches, 
     assert len(seen) == launches
 
 
-def test_only_what_may_be_in_no_group_is_zeroed_first(monkeypatch):
-    a, b, zeroed = random(M, K, dtype=torch.bfloat16), random(3, K, N, dtype=torch.bfloat16), []
+def test_only_rows_in_no_group_are_zeroed_first(monkeypatch):
+    a, b, cleared = random(M, K, dtype=torch.bfloat16), random(3, K, N, dtype=torch.bfloat16), []
     with host_stub.on_cpu(in_cpp=False):
         found = cutegemm.grouped_gemm(a, b, ENDS, backend="cute")
 
-        def note(shape, *given, zeros=torch.zeros, **options):
-            zeroed.append(tuple(shape))
-            return zeros(shape, *given, **options)
+        def note(made, ends, clear=combining.clear_behind):
+            cleared.append((tuple(made.shape), ends))
+            return clear(made, ends)
 
-        monkeypatch.setattr(torch, "zeros", note)
+        monkeypatch.setattr(combining, "clear_behind", note)
+        monkeypatch.setattr(torch.Tensor, "zero_", None)  # which would be called
         torch.autograd.grad(found, (a, b), torch.ones_like(found))
-    assert zeroed == [(M, K)]
+    assert cleared == [((M, K), ENDS)]
 
 
 def test_a_sum_needs_no_kernel_for_its_gradients(monkeypatch):

@@ -1,4 +1,4 @@
-"""The kernel that adds up, gathers or spreads the rows of a mixture's tokens; see `config.py`.
+"""The kernel that adds up, gathers, spreads or clears the rows of a mixture's tokens; see `config.py`.
 
 To add up, it reads each row and writes each sum once: 2 top_k + 2 bytes for each 16-bit element of a sum, which is all
 that it does. With 16 bytes a thread, and two rows a token, an SM has 64 KiB of loads under way.
@@ -43,6 +43,15 @@ class Combine(StandaloneOperator):
         self.args = args
         self.await_front()
         number = cute.arch.block_idx()[0] * self.config.threads + cute.arch.thread_idx()[0]
+        if cutlass.const_expr(self.signature.does == "clear"):
+            self._clear(number)
+        else:
+            self._copy(number)
+
+    @cute.jit
+    def _copy(self, number):
+        """Writes the vector of that number of what is made, or where it spreads, of what is given."""
+        args = self.args
         token = number // args.vectors
         vector = number - token * args.vectors
         if token < args.tokens:
@@ -52,6 +61,23 @@ class Combine(StandaloneOperator):
                 cute.autovec_copy(self._part(element(args.row_of, token), vector), self._made(token, vector))
             else:
                 self._add_up(token, vector)
+
+    @cute.jit
+    def _clear(self, number):
+        """Writes zeros into vectors behind the last group, one in as many as there are threads from that number on."""
+        args = self.args
+        last = Int32(0)
+        # An end counts as at least the one before it: the last group ends at the largest.
+        for group in cutlass.range(cute.arch.lane_idx(), args.top_k, cute.arch.WARP_SIZE, unroll=1):
+            last = cutlass.max(last, element(args.row_of, group))
+        for bit in cutlass.range_constexpr(5):
+            last = cutlass.max(last, cute.arch.shuffle_sync_bfly(last, 1 << bit))
+        zeros = cute.make_rmem_tensor(self.width, self.dtype)
+        zeros.fill(0)
+        first = cutlass.min(last, args.tokens) * args.vectors + number
+        for place in cutlass.range(first, args.tokens * args.vectors, args.ctas * self.config.threads, unroll=1):
+            row = place // args.vectors
+            cute.autovec_copy(zeros, self._made(row, place - row * args.vectors))
 
     @cute.jit
     def _add_up(self, token, vector):

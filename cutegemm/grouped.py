@@ -19,6 +19,7 @@ from cutegemm.problem.grouped_request import Sizes
 from cutegemm.pytorch import (
     autograd,
     compiled,
+    grouped_native,
     grouped_operator,
     grouped_scaled,
     program_autograd,
@@ -34,6 +35,7 @@ from cutegemm.run import grouped
 from cutegemm.run.how import How, carried
 
 _BIASES = frozenset(dtypes.torch_dtype(name) for name in dtypes.TERMS) | {torch.int32}
+_NO_OPERANDS: tuple[Any, ...] = ()
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -48,7 +50,7 @@ def grouped_gemm(
     out_rows: int | None = None,
     bias: torch.Tensor | None = None,
     epilogue: Any = None,
-    operands: Sequence[Any] = (),
+    operands: Sequence[Any] = _NO_OPERANDS,
     out: Any = None,
     out_dtype: torch.dtype | None = None,
     precision: str | None = None,
@@ -136,9 +138,15 @@ def grouped_gemm(
         NotImplementedError: a tensor carries a tangent of forward mode.
         RuntimeError: a tensor requires grad under autograd, and `out` is given.
     """
+    unknown, sizes = None, Sizes(offsets, counts, rows, places, out_rows)
+    plain = out is bias is config is save is scale_a is scale_b is scaling is accumulate is None
+    if plain and not _is_dynamo_compiling() and (epilogue is not None or operands is _NO_OPERANDS):
+        meant = _product if epilogue is None else epilogue
+        found, unknown = grouped_native.ask(a, b, sizes, meant, operands, out_dtype, precision, backend)
+        if found is not None:
+            return found
     epilogue, operands, precision, sizes = _checked(
-        a, b, Sizes(offsets, counts, rows, places, out_rows), bias, epilogue, operands, out, precision, accumulate,
-        save,
+        a, b, sizes, bias, epilogue, operands, out, precision, accumulate, save
     )  # fmt: skip
     if a.element_size() == 1:
         named = {f"operands[{i}]": each for i, each in enumerate(operands)} if bias is None else {"bias": bias}
@@ -171,10 +179,13 @@ def grouped_gemm(
             )
         if recorded:
             return few(grouped_operator.record(a, b, sizes, epilogue, operands, out_dtype, save, **options))
-        return grouped.compute(a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config)
+        found = grouped.compute(a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config)
     except (TypeError, ValueError) as why:
         _name_arguments(why, operands, bias, scale_a)
         raise
+    if unknown is not None:
+        grouped_native.tell(unknown, a, b, sizes, epilogue, operands, out_dtype, precision, backend)
+    return found
 
 
 def plan_of(a: torch.Tensor, b: torch.Tensor, **options: Any) -> Plan:

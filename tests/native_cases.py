@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 import cutegemm
+from cutegemm import torch_grouped
 from cutegemm.cute import compile as compiler
 from cutegemm.cute.combine import config as combine
 from cutegemm.cute.combine import kernel as combine_kernel
@@ -26,12 +27,14 @@ from cutegemm.cute.standalone import StandaloneKernel
 from cutegemm.emulator.capture import _Any
 from cutegemm.problem import packing, reference, torch_dtype
 from cutegemm.problem.program.evaluate import evaluate
+from cutegemm.problem.program.graph import Node, Output, Program
 from cutegemm.problem.quantization import NAMED, scale_of, values_of
 from cutegemm.pytorch import combining
 from cutegemm.run import arguments, routing
 from tuning import host_stub
 
 _FLOAT = 3
+PLAIN = Program((), (Node("acc"),), (Output(0),))
 _PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(_Any), ctypes.c_int32, ctypes.POINTER(_Any))
 
 
@@ -91,7 +94,11 @@ class TorchKernel(StandaloneKernel):
     def _add_up(self, given: dict[str, Any]) -> None:
         s: Any = self.signature
         dtype, tokens, top_k = torch_dtype(s.dtype), given["tokens"], given["top_k"]
-        assert s.does != "clear"  # the C++ part launches none
+        if s.does == "clear":
+            shape, pitch = (tokens, given["vectors"] * s.bytes // dtype.itemsize), given["made_pitch"]
+            made = _at(given["made"], dtype, shape, (pitch * s.bytes // dtype.itemsize, 1))
+            made[max(_at(given["row_of"], torch.int32, (top_k,), (1,)).tolist()) :] = 0
+            return
         columns, pitch, to_made = (
             given[name] * s.bytes // dtype.itemsize for name in ("vectors", "given_pitch", "made_pitch")
         )
@@ -120,10 +127,26 @@ class TorchKernel(StandaloneKernel):
         ):
             _at(given[name], each.dtype, tuple(each.shape), each.stride()).copy_(each)
 
+    def _compute_others(self, given: dict[str, Any]) -> None:
+        """Groups of columns and of K, and masked ones, without a program."""
+        s, (m, n, k, groups) = self.signature, (given[name] for name in ("m", "n", "k", "batch"))
+        dtype, work, stacked = torch_dtype(s.dtype), s.work, {"a": groups, "b": groups, "d": groups}
+        stacked |= {"ragged_n": {"b": 1, "d": 1}, "ragged_k": {"a": 1, "b": 1}, "masked": {}}[work]
+        a = _matrix(given["a"], dtype, stacked["a"], m, k, given["a_batch"], s.a_major == "k", given["lda"])
+        b = _matrix(given["b"], dtype, stacked["b"], k, n, given["b_batch"], s.b_major == "n", given["ldb"])
+        d = _matrix(given["d"], torch_dtype(s.out_dtype), stacked["d"], m, n, given["d_batch"], True, given["ldd"])
+        a, b, d = (each if stacked[name] > 1 else each[0] for name, each in (("a", a), ("b", b), ("d", d)))
+        sizes = _at(given["counts" if work == "masked" else "ends"], torch.int32, (groups,), (1,))
+        found = torch_grouped.accumulators(work, a, b, sizes, PLAIN, ())
+        torch_grouped.written_alone(work, (sizes,), d, found.to(d.dtype))
+
     def _compute_groups(self, given: dict[str, Any]) -> None:
         """Groups of rows of A, which may be gathered, or of D, which may be scattered."""
         s, (m, n, k, groups) = self.signature, (given[name] for name in ("m", "n", "k", "batch"))
         dtype, out_dtype, work = torch_dtype(s.dtype), torch_dtype(s.out_dtype), s.work
+        if work in ("ragged_n", "ragged_k", "masked"):
+            self._compute_others(given)
+            return
         if work != "ragged_m":
             index = _at(given["index"], torch.int32, (m,), (1,)).long()
         rows_a, rows_d = (given["index_rows"] if work == each else m for each in ("gathered_m", "scattered_m"))
@@ -135,7 +158,8 @@ class TorchKernel(StandaloneKernel):
             for group, (first, last) in enumerate(itertools.pairwise(ends))
         ])  # fmt: skip
         if s.epilogue.custom is not None:
-            operands = [self._operand(each, given, 1, m, n)[0] for each in s.epilogue.custom.inputs]
+            operands = [self._operand(each, given, 1, m, n) for each in s.epilogue.custom.inputs]
+            operands = [each[0] if isinstance(each, torch.Tensor) else each for each in operands]
             (z,) = evaluate(s.epilogue.custom, z, operands, dtype=FP32)
         columns = z.shape[1]
         d = _matrix(given["d"], out_dtype, 1, rows_d, columns, 0, True, given["ldd"])[0]

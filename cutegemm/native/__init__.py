@@ -1,6 +1,6 @@
 """Host code in C++ for repeated calls of plain CUDA tensors, and Python where it is not there; see docs/host.md.
 
-`gemm`, `linear`, `quantize`, `nn.Fp8Linear` and `moe` ask the functions here first. They find a call's prepared
+`gemm`, `linear`, `grouped_gemm`, `quantize`, `nn.Fp8Linear` and `moe` ask the functions here first. They find a call's prepared
 launches by what the call looks like and enqueue them, or answer None: then Python computes, as it does for all that is
 new or unusual. The operators torch.ops.cutegemm.gemm, gemm_program, scaled_gemm, quantize, quantize_given,
 quantized_linear and moe are served in the same way. The extension is compiled against the torch that is installed,
@@ -24,7 +24,7 @@ linear: Callable[..., Any] | None = None
 """linear(x, weight, bias, activation, *how) -> D, or None: not here."""
 program: Callable[..., Any] | None = None
 """program(number, a, b, operands, out_dtype, *how) -> the results of `gemm` with the epilogue program of that number,
-which Python chooses, above 0.
+which Python chooses, above 0. A product in groups has a number of its own, and its arrays in front of the operands.
 
 None: not here. NotImplemented: not yet, because `install_program` has not told of such a call.
 """

@@ -16,7 +16,15 @@ from torch.utils.flop_counter import register_flop_formula
 from cutegemm.problem import grouped_request, program_request, torch_dtype
 from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.grouped_request import Sizes
-from cutegemm.pytorch import autograd, grouped_autograd, registering, sharded, sharding, sharding_programs
+from cutegemm.pytorch import (
+    autograd,
+    grouped_autograd,
+    grouped_native,
+    registering,
+    sharded,
+    sharding,
+    sharding_programs,
+)
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.pytorch.program_autograd import check_save, refuse_tangents
@@ -249,9 +257,12 @@ def call(
     tensors, numbers, integers = divided(operands)
     seen = torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()
     if not seen and not is_beyond_autograd(a, b, *tensors):
+        known = program_of(text)
+        if config is None and (not zeros or a.dim() == b.dim() == 2):  # all of groups of K is written
+            return registering.many(grouped_native.compute(a, b, sizes, known, operands, out_dtype, precision, backend))
         out = grouped.ZEROS if zeros else None
         return registering.many(
-            grouped.compute(a, b, sizes, program_of(text), operands, out, out_dtype, precision, backend, config)
+            grouped.compute(a, b, sizes, known, operands, out, out_dtype, precision, backend, config)
         )
     found: list[torch.Tensor] = torch.ops.cutegemm.grouped_gemm(
         a, b, *sizes, tensors, numbers, integers, text, out_dtype, precision, backend,

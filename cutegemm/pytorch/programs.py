@@ -118,8 +118,8 @@ def compute(
     if _is_dynamo_compiling():
         return _by_operator(a, b, compiled.text_of(epilogue, operands), operands, out, out_dtype, how, save)
     program_request.refuse_products(a)
-    if out is None and (serves := native.program) is not None and (meant := _meant_by(epilogue)) is not None:
-        found = serves(number := _number_of(meant), a, b, operands, out_dtype, *how)
+    if out is None and (serves := native.program) is not None and (meant := meant_by(epilogue)) is not None:
+        found = serves(number := number_of(meant), a, b, operands, out_dtype, *how)
         if found is NotImplemented:
             found = _computed(a, b, epilogue, operands, out, out_dtype, how, save)
             fused.tell(number, meant, a, b, epilogue, operands, out_dtype, How(*how))
@@ -130,19 +130,19 @@ def compute(
 
 def known(a: torch.Tensor, b: torch.Tensor, epilogue: Any, how: How) -> torch.Tensor | None:
     """The product where it has one result, needs no operands, records nothing, and the C++ part knows it; else None."""
-    if (serves := native.program) is None or (meant := _meant_by(epilogue)) is None:
+    if (serves := native.program) is None or (meant := meant_by(epilogue)) is None:
         return None
-    found = serves(_number_of(meant), a, b, (), None, *how)
+    found = serves(number_of(meant), a, b, (), None, *how)
     return found if isinstance(found, torch.Tensor) else None
 
 
-def _meant_by(epilogue: Any) -> Hashable | None:
+def meant_by(epilogue: Any) -> Hashable | None:
     """What an epilogue means now; None where that has not been worked out before."""
     return epilogue if epilogue.__class__ is Program else meaning(epilogue)
 
 
-def _number_of(meant: Hashable) -> int:
-    """The number by which the C++ part knows a meaning."""
+def number_of(meant: Hashable) -> int:
+    """The number by which the C++ part knows a meaning, and whatever else tells calls apart that have one."""
     number: int | None = _numbers.get(meant)
     if number is None:
         number = next(_next_number)

@@ -183,6 +183,17 @@ def launch_of(
     return *launcher, addresses, tuple(scalars), tuple(zip(map(tuple, asked.shapes), dtypes, strict=True))
 
 
+def given_places(
+    tensors: Sequence[int], others: Sequence[int], first: int
+) -> tuple[dict[int, tuple[int, int]], dict[int, int]]:
+    """(places, numbers) as `launch_of` takes them, where the operands `tensors` are the tensors from the number `first`
+    on, and the operands `others` are numbers, given in this order.
+    """
+    return {each: (first + i, 0) for i, each in enumerate(tensors)}, dict(
+        sorted((each, i) for i, each in enumerate(others))
+    )
+
+
 def tell(
     number: int | str, meant: Any, a: Any, b: Any, epilogue: Any, operands: Sequence[Any], out_dtype: Any, how: How
 ) -> None:
@@ -195,8 +206,7 @@ def tell(
     if isinstance(number, str):  # the operator has the tensors first, then floats, then integers
         others.sort(key=lambda i: operands[i].__class__ is int)
         given = [operands[i] for i in (*tensors, *others)]
-    places = {each: (2 + i, 0) for i, each in enumerate(tensors)}
-    numbers = dict(sorted((each, i) for i, each in enumerate(others)))
+    places, numbers = given_places(tensors, others, 2)
     key, program = as_meant(key_of(a, b, epilogue, operands, None, out_dtype, how), epilogue, operands, a.device)
     if key is None or key[MEANING] != meant:
         return

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from cutegemm import backend as backends
+from cutegemm import native
 from cutegemm.choice.plan import Plan, PlanMemo
 from cutegemm.problem import grouped_request, packing, torch_dtype
 from cutegemm.problem.grouped_request import Sizes
@@ -161,6 +162,31 @@ def launch_of(
     asked = grouped_request.describe(a, b, sizes, program, operands, None, None, precision)
     places = {i: (first + i, 0) for i in range(len(operands))}
     return fused.launch_of(plan, asked, places, {}, first + len(operands), arrays)
+
+
+def tell(
+    number: int, meant: Any, a: Any, b: Any, sizes: Sizes, epilogue: Any, operands: Sequence[Any], out_dtype: Any,
+    how: How,
+) -> None:  # fmt: skip
+    """As `fused.tell`, of a product in groups, whose arrays stand in front of its operands."""
+    key = key_of(a, b, sizes, epilogue, operands, None, out_dtype, how.precision, how.backend, how.config)
+    own, program = fused.as_meant(None if key is None else key[0], epilogue, operands, a.device)
+    if own is None or own[fused.MEANING] != meant:
+        return
+    arrays = sizes.arrays
+    tensors = [i for i, each in enumerate(operands) if isinstance(each, torch.Tensor)]
+    others = [i for i in range(len(operands)) if i not in tensors]
+    places, numbers = fused.given_places(tensors, others, 2 + len(arrays))
+    with fused.planning():
+        plan = memo.plan(key)
+        if plan is None:
+            return
+        asked, launch = grouped_request.describe(a, b, sizes, program, operands, None, out_dtype, how.precision), None
+        if not asked.gathers:
+            of_arrays = [(2 + i, 0) for i in range(len(arrays))]
+            count = 2 + len(arrays) + len(tensors)
+            launch = fused.launch_of(plan, asked, places, numbers, count, of_arrays)
+        native.install_program((number, a, b, (*arrays, *operands), out_dtype, *how), launch)
 
 
 def check_arrays(arrays: Arrays, extent: int, work: Work, limit: int) -> None:

@@ -1,8 +1,8 @@
 """Host code in C++ for repeated calls of plain CUDA tensors, and Python where it is not there; see docs/host.md.
 
-`gemm`, `linear`, `grouped_gemm`, `quantize`, `nn.Fp8Linear` and `moe` ask the functions here first. They find a call's prepared
-launches by what the call looks like and enqueue them, or answer None: then Python computes, as it does for all that is
-new or unusual. The operators torch.ops.cutegemm.gemm, gemm_program, scaled_gemm, quantize, quantize_given,
+`gemm`, `linear`, `grouped_gemm`, `quantize`, `nn.Fp8Linear` and `moe` ask the functions here first. They find a call's
+prepared launches by what the call looks like and enqueue them, or answer None: then Python computes, as it does for all
+that is new or unusual. The operators torch.ops.cutegemm.gemm, gemm_program, scaled_gemm, quantize, quantize_given,
 quantized_linear and moe are served in the same way. The extension is compiled against the torch that is installed,
 once, by a thread in the background that the first call of a kernel starts; no call waits for it.
 

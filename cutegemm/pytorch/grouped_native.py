@@ -45,13 +45,16 @@ def tell(
 
 
 def compute(
-    a: Any, b: Any, sizes: Sizes, epilogue: Any, operands: Sequence[Any], out_dtype: Any, precision: Any, backend: str
-) -> Any:
+    a: Any, b: Any, sizes: Sizes, epilogue: Any, operands: Sequence[Any], out_dtype: Any, precision: Any, backend: str,
+    config: Any,
+) -> Any:  # fmt: skip
     """`run.grouped.compute` of new results, by the C++ part where that can."""
-    call = a, b, sizes, epilogue, operands
-    found, unknown = ask(*call, out_dtype, precision, backend)
-    if found is None:
-        found = grouped.compute(*call, None, out_dtype, precision, backend, None)
-        if unknown is not None:
-            tell(unknown, *call, out_dtype, precision, backend)
+    call, unknown = (a, b, sizes, epilogue, operands), None
+    if config is None:
+        found, unknown = ask(*call, out_dtype, precision, backend)
+        if found is not None:
+            return found
+    found = grouped.compute(*call, None, out_dtype, precision, backend, config)
+    if unknown is not None:
+        tell(unknown, *call, out_dtype, precision, backend)
     return found

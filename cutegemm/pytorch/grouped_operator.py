@@ -240,7 +240,7 @@ def record(
     """`grouped_gemm` of plain tensors, with its gradients recorded, where nothing but autograd looks at the call."""
 
     def run(a: Any, b: Any, sizes: Sizes, program: Any, given: Any, wanted: Any) -> Any:
-        return grouped.compute(a, b, sizes, program, given, None, wanted, precision, backend, config)
+        return grouped_native.compute(a, b, sizes, program, given, wanted, precision, backend, config)
 
     known = program_request.program_for(epilogue, operands, a.device)
     settings = grouped_autograd.Settings(known, out_dtype, precision, backend, save or "outputs", run)
@@ -258,12 +258,10 @@ def call(
     seen = torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()
     if not seen and not is_beyond_autograd(a, b, *tensors):
         known = program_of(text)
-        if config is None and (not zeros or a.dim() == b.dim() == 2):  # all of groups of K is written
-            return registering.many(grouped_native.compute(a, b, sizes, known, operands, out_dtype, precision, backend))
-        out = grouped.ZEROS if zeros else None
-        return registering.many(
-            grouped.compute(a, b, sizes, known, operands, out, out_dtype, precision, backend, config)
-        )
+        given, how = (a, b, sizes, known, operands), (out_dtype, precision, backend, config)
+        if zeros and not a.dim() == b.dim() == 2:  # all of groups of K is written
+            return registering.many(grouped.compute(*given, grouped.ZEROS, *how))
+        return registering.many(grouped_native.compute(*given, *how))
     found: list[torch.Tensor] = torch.ops.cutegemm.grouped_gemm(
         a, b, *sizes, tensors, numbers, integers, text, out_dtype, precision, backend,
         carried(config), save or "outputs", zeros,

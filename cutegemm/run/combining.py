@@ -20,6 +20,8 @@ from cutegemm.run.environment import variable
 from cutegemm.run.steps import Step
 
 _kernels = planning.Memo(limit=256)
+_cleared = planning.Memo(limit=1024)
+"""The launches that clear, by what they depend on."""
 
 
 def run(rows: torch.Tensor, row_of: torch.Tensor, top_k: int) -> torch.Tensor | None:
@@ -54,12 +56,17 @@ def spread_step_of(rows: torch.Tensor, top_k: int) -> Step | None:
 
 
 def clear_behind(made: torch.Tensor, ends: torch.Tensor) -> bool:
-    """Writes zeros into the rows of a matrix behind its last group, and says whether it has: not where the GPU cannot
-    run the kernel. ends: of the groups, int32.
+    """Writes zeros into the rows of a row-major matrix behind its last group, and says whether it has: not where the
+    GPU cannot run the kernel. ends: of the groups, int32.
     """
-    step = _step(made, made.shape[0], len(ends), "clear", made.stride(0))
+    where = None if made.is_cuda else variable("CUTEGEMM_ARCH"), variable("CUTEGEMM_CACHE_DIR")
+    key = made.shape, made.stride(), made.dtype, made.device, made.data_ptr() & 15, len(ends), *where
+    step: Step | None = _cleared.get(key)
     if step is None:
-        return False
+        step = _step(made, made.shape[0], len(ends), "clear", made.stride(0))
+        if step is None:
+            return False
+        _cleared.put(key, step)
     steps.run([step], config.POINTERS, (None, ends.contiguous(), made), made.device, {"made"})
     return True
 

@@ -106,7 +106,7 @@ def on_cpu(
         patch(routing_kernels, "_kernels", Memo(limit=1024))
         patch(routing_kernels, "build", kernel)
         patch(combining, "_kernels", Memo(limit=256))
-        patch(combining, "_cleared", Memo(limit=256))
+        patch(combining, "_steps", Memo(limit=256))
         patch(combining, "build", kernel)
         patch(grouped, "memo", PlanMemo())
         patch(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -20,8 +20,8 @@ from cutegemm.run.environment import variable
 from cutegemm.run.steps import Step
 
 _kernels = planning.Memo(limit=256)
-_cleared = planning.Memo(limit=1024)
-"""The launches that clear, by what they depend on."""
+_steps = planning.Memo(limit=4096)
+"""Launches by what they depend on."""
 
 
 def run(rows: torch.Tensor, row_of: torch.Tensor, top_k: int) -> torch.Tensor | None:
@@ -59,14 +59,9 @@ def clear_behind(made: torch.Tensor, ends: torch.Tensor) -> bool:
     """Writes zeros into the rows of a row-major matrix behind its last group, and says whether it has: not where the
     GPU cannot run the kernel. ends: of the groups, int32.
     """
-    where = None if made.is_cuda else variable("CUTEGEMM_ARCH"), variable("CUTEGEMM_CACHE_DIR")
-    key = made.shape, made.stride(), made.dtype, made.device, made.data_ptr() & 15, len(ends), *where
-    step: Step | None = _cleared.get(key)
+    step = _step(made, made.shape[0], len(ends), "clear", made.stride(0))
     if step is None:
-        step = _step(made, made.shape[0], len(ends), "clear", made.stride(0))
-        if step is None:
-            return False
-        _cleared.put(key, step)
+        return False
     steps.run([step], config.POINTERS, (None, ends.contiguous(), made), made.device, {"made"})
     return True
 
@@ -83,6 +78,19 @@ def _step(rows: torch.Tensor, tokens: int, top_k: int, does: str, pitch: int | N
 
     pitch: elements from one row that is made to the next.
     """
+    where = None if rows.is_cuda else variable("CUTEGEMM_ARCH"), variable("CUTEGEMM_CACHE_DIR")
+    of_rows = rows.shape, rows.stride(), rows.dtype, rows.device, rows.data_ptr() & 15
+    key = *of_rows, tokens, top_k, does, pitch, *where
+    step: Step | None = _steps.get(key)
+    if step is None:
+        step = _new_step(rows, tokens, top_k, does, pitch)
+        if step is not None:
+            _steps.put(key, step)
+    return step
+
+
+def _new_step(rows: torch.Tensor, tokens: int, top_k: int, does: str, pitch: int | None) -> Step | None:
+    """As `_step`."""
     columns, size = rows.shape[1], rows.element_size()
     if columns > 1 and rows.stride(1) != 1:
         return None

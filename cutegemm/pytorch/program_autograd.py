@@ -374,4 +374,8 @@ def of_operand(gradient: torch.Tensor | None, like: Like, device: Any) -> torch.
     shape = like.shape[max(like.dim() - gradient.dim(), 0) :]
     if tuple(shape) != tuple(gradient.shape):
         gradient = summed(gradient, shape)
-    return gradient.to(like.dtype).reshape(like.shape)
+    gradient = gradient.to(like.dtype)
+    if gradient.shape == like.shape:
+        return gradient
+    # An upstream gradient that is passed on belongs to others too. Of itself autograd knows, and copies; not of a view.
+    return gradient.reshape(like.shape).clone()

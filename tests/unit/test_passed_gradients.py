@@ -115,6 +115,20 @@ def test_gradients_are_right(name):
         torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(M, N), (1, M, N)])
+def test_a_gradient_that_is_passed_on_is_not_shared(shape):
+    """With the upstream gradient, or with another operand's: they may be changed in place."""
+    a, b, upstream = random(M, K), random(K, N), torch.randn(M, N)
+    x, y = (torch.randn(shape, requires_grad=True) for _ in range(2))
+    found = cutegemm.gemm(a, b, epilogue=lambda acc, x, y: acc + x + y, operands=(x, y))
+    found.backward(upstream.expand_as(found))
+    want = upstream.clone()
+    upstream.zero_()
+    assert torch.equal(x.grad.reshape(M, N), want)
+    x.grad.zero_()
+    assert torch.equal(y.grad.reshape(M, N), want)
+
+
 def test_rows_in_no_group_have_no_part_in_the_gradients():
     """Their upstream gradient may be anything."""
     a, b, x = random(M, K), random(3, K, N), random(M, N)

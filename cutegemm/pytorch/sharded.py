@@ -56,9 +56,10 @@ def merging(tensor: Any, dims: range) -> Any:
     """The tensor, so placed that reshape can make one of these dimensions.
 
     A DTensor is gathered here where one of them is sharded in unequal parts, or another than the first: torch refuses
-    the one, and before 2.12 the other as well. It is copied where torch would take its parts for contiguous and they
-    are not: those of the gradient of a sum are expanded, and gathered ones may be strided.
-    Other tensors are returned as they are.
+    the one, and before 2.12 the other as well. A sum that is still to be made is made here where the result's rows may
+    become sharded, and its dimensions could not be. It is copied where torch would take its parts for contiguous and
+    they are not: those of the gradient of a sum are expanded, and gathered ones may be strided. Other tensors are
+    returned as they are.
     """
     if not is_distributed(tensor):
         return tensor
@@ -66,7 +67,13 @@ def merging(tensor: Any, dims: range) -> Any:
 
     behind = [dim for dim in dims if tensor.shape[dim] != 1][1:]
     gathered = {*uneven_dims(tensor, dims), *behind}
-    placements = tuple(Replicate() if _sharded_dim(each) in gathered else each for each in tensor.placements)
+    first = next((extent for extent in (tensor.shape[dim] for dim in dims) if extent != 1), 1)
+    placements = tuple(
+        Replicate()
+        if _sharded_dim(each) in gathered or (each.is_partial() and first % tensor.device_mesh.size())
+        else each
+        for each in tensor.placements
+    )
     if placements != tensor.placements:
         tensor = _redistributed(tensor, placements)
     if not tensor.to_local().is_contiguous():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -65,13 +66,19 @@ def mapped(
 
 def described(program: Program, tensors: Sequence[torch.Tensor]) -> Program:
     """The program with inputs as these tensors are: their dtypes, and which of their extents are not 1."""
-    rest = iter(tensors)
+    kinds = [(each.dtype, *(bool(extent != 1) for extent in (1, 1, 1, *each.shape)[-3:])) for each in tensors]
+    return _with_inputs(program, tuple(kinds))
+
+
+@lru_cache(maxsize=4096)
+def _with_inputs(program: Program, kinds: tuple[tuple[torch.dtype, bool, bool, bool], ...]) -> Program:
+    """kinds: dtype, and whether there are batches, rows and columns, of each input that is a tensor."""
+    rest = iter(kinds)
     inputs = []
     for given in program.inputs:
         if not given.by_value:
-            tensor = next(rest)
-            batched, m, n = (bool(extent != 1) for extent in (1, 1, 1, *tensor.shape)[-3:])
-            dtype = given.dtype if given.type == I32 else dtype_name(tensor.dtype) or given.dtype
+            kind, batched, m, n = next(rest)
+            dtype = given.dtype if given.type == I32 else dtype_name(kind) or given.dtype
             given = given._replace(dtype=dtype, m=m, n=n, batched=batched, period=given.period if n else 0)
         inputs.append(given)
     return replace(program, inputs=tuple(inputs))

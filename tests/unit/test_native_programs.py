@@ -71,6 +71,7 @@ SERVED: dict[str, Callable[[], Any]] = {
     "terms that a plain product has": lambda: cutegemm.gemm(
         A, B, epilogue=lambda acc, x, c, y, b: ops.silu(acc * x + c * y + b), operands=(2.0, C, 0.5, BIAS)),
     "a batch": lambda: cutegemm.gemm(BATCH, B, epilogue=residual, operands=(C,)),
+    "no k": lambda: cutegemm.gemm(A[:, :0], B[:0], epilogue=residual, operands=(C,)),
     "a constant operand": lambda: cutegemm.gemm(A, W.t(), epilogue=ops.silu, constant="b"),
     "inference mode": lambda: torch.inference_mode()(cutegemm.gemm)(A, B, epilogue=ops.silu),
     "recorded nowhere": lambda: torch.no_grad()(cutegemm.gemm)(GRAD, B, epilogue=ops.silu),
@@ -160,7 +161,6 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "autocast": lambda: autocast(lambda: cutegemm.gemm(A.float(), B.float(), epilogue=ops.silu)),
     "vmap": lambda: torch.vmap(lambda a: cutegemm.gemm(a, B, epilogue=ops.silu))(BATCH),
     "no rows": lambda: cutegemm.gemm(A[:0], B, epilogue=ops.silu),
-    "no k": lambda: cutegemm.gemm(A[:, :0], B[:0], epilogue=residual, operands=(C,)),
     "torch's backend": lambda: cutegemm.gemm(A, B, epilogue=ops.silu, backend="torch"),
     "a configuration": lambda: cutegemm.gemm(
         A, B, epilogue=ops.silu, config="sm90/64x64x64/coop1/c1x1/s4/row"),
@@ -192,6 +192,18 @@ def _in_tf32() -> torch.Tensor:
 @pytest.mark.parametrize("name", OTHERS)
 def test_results_and_errors_are_those_of_python(name):
     assert_same_outcome(OTHERS[name])
+
+
+def test_every_launch_of_forward_and_backward_is_made_from_cpp():
+    """The product with the accumulators that are kept, the derivative of the epilogue, and two products."""
+    a = GRAD.detach().clone().requires_grad_()
+    b = B.detach().clone().requires_grad_()
+    with served(in_cpp=True) as launched:
+        for _ in range(3):
+            launched.clear()
+            found = cutegemm.gemm(a, b, epilogue=residual, operands=(C,))
+            torch.autograd.grad(found, (a, b), C)
+        assert [each.by for each in launched] == ["C++"] * 4
 
 
 def test_reductions_are_left_to_python():

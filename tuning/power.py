@@ -5,8 +5,9 @@ takes about its energy divided by that power (docs/grouped_measured.md#what-powe
 equally many cycles the one that needs less energy is faster. `--zeros` times operands of zeros too, which need about
 half the energy: the difference is what power costs.
 
-Each way is a CUDA graph of one call, replayed for `--seconds`, in rounds of alternating order, all on the same
-operands. NVIDIA's management library (NVML) is asked meanwhile, every few milliseconds.
+Each way is a CUDA graph, of one call or of as many as take a millisecond, replayed for `--seconds`, in rounds of
+alternating order, all on the same operands. NVIDIA's management library (NVML) is asked meanwhile, every few
+milliseconds.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ SM_CLOCK, INSTANT_POWER = 1, 186
 """NVML_CLOCK_SM, and NVML_FI_DEV_POWER_INSTANT, which nvmlDeviceGetPowerUsage averages over a second."""
 REASONS = {0x4: "power cap", 0x8: "hardware", 0x20: "temperature", 0x40: "temperature", 0x80: "power brake"}
 """What NVML says holds the clock down."""
-WARM_UP, PAUSE = 0.15, 0.004
-"""Seconds: of replays before a round counts, and between two samples."""
+WARM_UP, PAUSE, SHORTEST = 0.15, 0.004, 0.001
+"""Seconds: of replays before a round counts, between two samples, and of a replay at least."""
 
 
 class Sample(NamedTuple):
@@ -112,33 +113,69 @@ class Meter:
         return Sample(mhz.value, (power.value & 0xFFFFFFFF) / 1e3, reasons.value)
 
 
-def steady(replay: Callable[[], object], seconds: float, meter: Meter) -> Steady:
-    """A round: replays for about `WARM_UP` seconds, and for as many as are given, which count."""
+class Graph(NamedTuple):
+    """A way, captured: a replay makes so many calls, each of about so many seconds."""
+
+    replay: Callable[[], object]
+    calls: int
+    seconds: float
+
+    @classmethod
+    def of(cls, call: Callable[[], object]) -> Graph:
+        """As many calls as take about `SHORTEST`, so that the host can enqueue replays faster than they are done."""
+        from tuning.blocks import captured
+
+        alone = captured(call)
+        seconds = _seconds(alone, 5)
+        calls = max(1, round(SHORTEST / seconds))
+        if calls == 1:
+            return cls(alone, 1, seconds)
+
+        def several() -> list[object]:
+            return [call() for _ in range(calls)]
+
+        made = captured(several)
+        return cls(made, calls, _seconds(made, 3) / calls)
+
+
+def _seconds(replay: Callable[[], object], count: int) -> float:
+    """A replay's, after one more."""
     import torch
 
-    start, warm, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    replay()
     torch.cuda.synchronize()
     start.record()
-    for _ in range(5):
-        replay()
-    warm.record()
-    torch.cuda.synchronize()
-    each = max(start.elapsed_time(warm) / 5e3, 1e-6)
-    for _ in range(max(1, round(WARM_UP / each))):
-        replay()
-    warm.record()
-    count = max(1, round(seconds / each))
     for _ in range(count):
         replay()
     end.record()
-    while not warm.query():
-        time.sleep(PAUSE / 4)
-    samples = []
+    torch.cuda.synchronize()
+    return max(start.elapsed_time(end) / 1e3 / count, 1e-7)
+
+
+def steady(graph: Graph, seconds: float, meter: Meter) -> Steady:
+    """A round: replays for about `WARM_UP` seconds, and for as many as are given, which count."""
+    import torch
+
+    warm, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    samples: list[Sample] = []
+    begun, each = time.monotonic(), graph.calls * graph.seconds
+    for _ in range(max(1, round(WARM_UP / each))):
+        graph.replay()
+    warm.record()
+    due, count = begun + WARM_UP, max(1, round(seconds / each))
+    for _ in range(count):
+        graph.replay()
+        if time.monotonic() >= due and warm.query():
+            samples.append(meter.sample())
+            due = time.monotonic() + PAUSE
+    end.record()
     while not end.query():
-        samples.append(meter.sample())
+        if warm.query():
+            samples.append(meter.sample())
         time.sleep(PAUSE)
     # The clock needs a while after whatever ran before.
-    return Steady.of(warm.elapsed_time(end) * 1e3 / count, samples[len(samples) // 4 :])
+    return Steady.of(warm.elapsed_time(end) * 1e3 / count / graph.calls, samples[len(samples) // 4 :])
 
 
 def table(product: str, found: Mapping[str, list[Steady]]) -> str:
@@ -160,9 +197,8 @@ def measure(
 ) -> dict[str, list[Steady]]:
     """The rounds of each way, in alternating order."""
     from cutegemm.tuner.spread import order_of_round
-    from tuning.blocks import captured
 
-    graphs = {name: captured(call) for name, call in ways.items()}
+    graphs = {name: Graph.of(call) for name, call in ways.items()}
     found: dict[str, list[Steady]] = {name: [] for name in graphs}
     for number in range(rounds):
         for name in order_of_round(list(graphs), number):

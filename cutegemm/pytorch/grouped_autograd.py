@@ -32,7 +32,7 @@ from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_N, ROWS, SC
 from cutegemm.pytorch import autograd, program_autograd
 from cutegemm.pytorch.program_autograd import FORWARD_MODE, Like, Settings
 from cutegemm.pytorch.program_batches import described
-from cutegemm.pytorch.program_gradients import ACC, Maximum, Needed, fused, needed, passed_on
+from cutegemm.pytorch.program_gradients import ACC, Maximum, Needed, by_source, fused, needed, passed_on
 from cutegemm.torch_grouped import gathered, written_places
 
 PRODUCT = Program((), (Node("acc"),), (Output(0),)).text
@@ -132,7 +132,7 @@ class _Backward:
         passed: dict[Source, torch.Tensor] = {}
         found: Backward | None = needs.backward
         if self.work != MASKED:  # a product of groups reads its own rows alone; that of masked ones reads all
-            whole = passed_on(needs.backward, of_operands=False)
+            whole = passed_on(needs.backward, self._summed_by_groups(grads))
             passed, found = whole.of(values), whole.rest
         if found is None:
             return passed
@@ -147,7 +147,17 @@ class _Backward:
         written = written_places(self._plain_work, self.sizes.groups, *shape[-2:])
         if written is not None:
             results = tuple(torch.where(written, each, 0) for each in results)
-        return passed | dict(zip(found.gives, results, strict=True))
+        return passed | by_source(found, results)
+
+    def _summed_by_groups(self, grads: Sequence[Any]) -> tuple[int, ...]:
+        """The operands of which only what belongs to groups is read, of the upstream gradients as they are: those of
+        groups of K, where all does, and those that are one row a group.
+        """
+        if self.work == RAGGED_K:
+            return tuple(self.ctx.places)
+        places = zip(self.ctx.places, self.likes, strict=True)
+        alike = all(grad is None or grad.dtype == self.like_a.dtype for grad in grads)
+        return tuple(place for place, like in places if alike and len(like.shape) == 3 and like.shape[0] != 1)
 
     def _spread(self, maximum: Maximum, values: dict[Source, Any], saved: dict[Source, torch.Tensor]) -> None:
         """Replaces the gradient of a maximum among the values by that of the elements."""
@@ -181,7 +191,7 @@ class _Backward:
         """The gradients as the epilogue of the product, or of one with K = 0, each rounded as it is stored."""
         e, program = self.extents, self.settings.program
         columns = e.n // 2 if program.gating else e.n
-        dtypes = program_autograd.stored_as(self.ctx, found, (e.m, columns))
+        dtypes = program_autograd.stored_as(self.ctx, found, (e.m, columns), values)
         form = fused(found, program.gating, dtypes, recompute)
         given = [values[source] for source in form.reads]
         a, b, sizes = self.a, self.b, self.plain._replace(rows=self.sizes.rows)

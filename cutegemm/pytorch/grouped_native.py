@@ -20,10 +20,10 @@ def ask(
     a: Any, b: Any, sizes: Sizes, epilogue: Any, operands: Any, out_dtype: Any, precision: Any, backend: Any
 ) -> tuple[Any, Unknown | None]:
     """(the results, None); (None, a call to `tell` of when it has been computed); (None, None): Python computes it."""
-    offsets, counts, rows, *scattered = sizes
-    array = offsets if counts is None else counts
-    if array is None or not (offsets is None or counts is None) or scattered != [None, None]:
+    offsets, counts, rows, places, out_rows = sizes
+    if (offsets is None) == (counts is None) or places is not None or out_rows is not None:
         return None, None
+    array = offsets if counts is None else counts
     listed = operands.__class__ is tuple or operands.__class__ is list
     if not listed or native.program is None or is_on("CUTEGEMM_DEBUG"):  # which looks at the arrays
         return None, None

@@ -256,7 +256,7 @@ def call(
     """
     tensors, numbers, integers = divided(operands)
     seen = torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()
-    if not seen and not is_beyond_autograd(a, b, *tensors):
+    if not seen and not is_beyond_autograd(a, b, *tensors, *sizes[:4]):
         known = program_of(text)
         given, how = (a, b, sizes, known, operands), (out_dtype, precision, backend, config)
         if zeros and not a.dim() == b.dim() == 2:  # all of groups of K is written

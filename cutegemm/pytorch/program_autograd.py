@@ -32,7 +32,7 @@ from cutegemm.problem.program.graph import Program
 from cutegemm.pytorch import autograd, transforms
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.program_batches import described
-from cutegemm.pytorch.program_gradients import ACC, Needed, fused, needed, passed_on, recording
+from cutegemm.pytorch.program_gradients import ACC, Needed, by_source, fused, needed, passed_on, recording
 from cutegemm.pytorch.registering import many
 from cutegemm.run import float32
 
@@ -218,17 +218,17 @@ def _elementwise(ctx: Any, kept: Sequence[Any], needs: Needed, grads: Sequence[A
         reduce = str(program.outputs[maximum.output].reduce)
         values[source] = spread_maximum(maximum.program, acc, read, values[source], reduce, wide)
     assert needs.backward is not None
-    whole = passed_on(needs.backward)
+    columns = (*shape[:-1], shape[-1] // 2) if program.gating else shape
+    whole = passed_on(needs.backward, ctx.places)
     given, found = whole.of(values), whole.rest
     if found is None:
         return given
-    columns = (*shape[:-1], shape[-1] // 2) if program.gating else shape
     if recompute or has_kernels(settings.backend, values):
         return given | _by_kernel(ctx, found, values, (a, b) if recompute else None, columns)
     read = [values[source] for source in found.reads]
     derived = described(found.program, [each for each in read if isinstance(each, torch.Tensor)])
     results = evaluate(derived, _nothing(grads, columns, wide), read, dtype=wide)
-    return given | dict(zip(found.gives, results, strict=True))
+    return given | by_source(found, results)
 
 
 def known_values(
@@ -252,11 +252,11 @@ def has_kernels(backend: str, values: dict[Source, Any]) -> bool:
     return backend != "auto" or any(each.is_cuda for each in tensors)
 
 
-def stored_as(ctx: Any, found: Backward, shape: tuple[int, ...]) -> tuple[str | None, ...]:
+def stored_as(ctx: Any, found: Backward, shape: tuple[int, ...], values: dict[Source, Any]) -> tuple[str | None, ...]:
     """The dtypes in which a kernel stores the gradients that a program gives, where D has this shape.
 
     Those of accumulators, and those that are to be summed, are stored in the operands' dtype. But fp16 may not hold
-    what is summed: then it is fp32, unless a gradient of accumulators has the same values.
+    what is summed: then it is fp32, unless a gradient of accumulators has the same values, or it is given in fp16.
     """
     like_a, _, likes = ctx.like
     given = list(zip(found.gives, found.program.outputs, strict=True))
@@ -266,8 +266,12 @@ def stored_as(ctx: Any, found: Backward, shape: tuple[int, ...]) -> tuple[str | 
         like = likes[ctx.places.index(source.number)] if source.kind == "operand" else like_a
         if tuple(like.shape) == shape:
             return like.dtype
-        wide = source.kind == "operand" and like_a.dtype == torch.float16 and node not in of_acc
-        return torch.float32 if wide else like_a.dtype
+        if source.kind == "acc" or like_a.dtype != torch.float16 or node in of_acc:
+            return like_a.dtype
+        same = found.program.nodes[node]
+        read = values[found.reads[int(same.attribute or 0)]] if same.op == "input" else None
+        fits = isinstance(read, torch.Tensor) and read.dtype == torch.float16
+        return torch.float16 if fits else torch.float32
 
     return tuple(dtype_name(dtype(source, output.node)) for source, output in given)
 
@@ -278,7 +282,7 @@ def _by_kernel(
     """The gradients as the epilogue of the product, or of one with K = 0, each rounded as it is stored. shape: of D."""
     settings: Settings = ctx.settings
     like_a = ctx.like[0]
-    form = fused(found, settings.program.gating, stored_as(ctx, found, shape), product is not None)
+    form = fused(found, settings.program.gating, stored_as(ctx, found, shape, values), product is not None)
     read = [values[source] for source in form.reads]
     if product is None:
         device = next(each.device for each in read if isinstance(each, torch.Tensor))
@@ -373,9 +377,7 @@ def of_operand(gradient: torch.Tensor | None, like: Like, device: Any) -> torch.
         return torch.zeros(like.shape, dtype=like.dtype, device=device)
     shape = like.shape[max(like.dim() - gradient.dim(), 0) :]
     if tuple(shape) != tuple(gradient.shape):
-        gradient = summed(gradient, shape)
+        return summed(gradient, shape).to(like.dtype).reshape(like.shape)
     gradient = gradient.to(like.dtype)
-    if gradient.shape == like.shape:
-        return gradient
-    # An upstream gradient that is passed on belongs to others too. Of itself autograd knows, and copies; not of a view.
-    return gradient.reshape(like.shape).clone()
+    # What is passed on, or another operand's too, autograd knows to be shared. Of a view it would not know.
+    return gradient if gradient.shape == like.shape else gradient.reshape(like.shape).clone()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -104,22 +104,36 @@ class Passed(NamedTuple):
     rest: Backward | None
 
     def of(self, values: Mapping[Source, Any]) -> dict[Source, Any]:
-        """Those that are passed on, of the values by what they are."""
-        return {source: values[upstream] for source, upstream in self.passed}
+        """Those that are passed on, of the values by what they are. An expanded one is made dense: once, not for each
+        product that reads it.
+        """
+        dense = {upstream: values[upstream] for _, upstream in self.passed}
+        dense = {source: each.contiguous() if 0 in each.stride() else each for source, each in dense.items()}
+        return {source: dense[upstream] for source, upstream in self.passed}
 
 
 @lru_cache(maxsize=1024)
-def passed_on(found: Backward, of_operands: bool = True) -> Passed:
-    """What a backward pass need not compute. of_operands: whether gradients of operands may be passed on too."""
+def passed_on(found: Backward, operands: tuple[int, ...]) -> Passed:
+    """What a backward pass need not compute. operands: those whose gradients may be passed on too."""
     passed = []
     for source, output in zip(found.gives, found.program.outputs, strict=True):
         node = found.program.nodes[output.node]
-        if node.op == "input" and (of_operands or source.kind == "acc"):
+        if node.op == "input" and (source.kind == "acc" or source.number in operands):
             number = int(node.attribute or 0)
             if found.reads[number].kind == "upstream" and found.program.inputs[number].varies == "mn":
                 passed.append((source, found.reads[number]))
     rest = [source for source in found.gives if source not in dict(passed)]
     return Passed(tuple(passed), found.only(rest) if rest else None)
+
+
+def by_source(found: Backward, results: Sequence[Any]) -> dict[Source, Any]:
+    """The gradients that were evaluated. Those of the same values are one tensor, which autograd does not give to two
+    operands; of two views of one memory it would not know.
+    """
+    made: dict[int, Any] = {}
+    for output, result in zip(found.program.outputs, results, strict=True):
+        made.setdefault(output.node, result)
+    return {source: made[each.node] for source, each in zip(found.gives, found.program.outputs, strict=True)}
 
 
 class Fused(NamedTuple):

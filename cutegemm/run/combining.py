@@ -92,7 +92,8 @@ def _step(rows: torch.Tensor, tokens: int, top_k: int, does: str, pitch: int | N
 def _new_step(rows: torch.Tensor, tokens: int, top_k: int, does: str, pitch: int | None) -> Step | None:
     """As `_step`."""
     columns, size = rows.shape[1], rows.element_size()
-    if columns > 1 and rows.stride(1) != 1:
+    name = dtype_name(rows.dtype)
+    if name is None or (columns > 1 and rows.stride(1) != 1):
         return None
     # Of a single row the distance to the next is free.
     given, made = rows.stride(0) if rows.shape[0] > 1 else columns, columns if pitch is None else pitch
@@ -106,7 +107,7 @@ def _new_step(rows: torch.Tensor, tokens: int, top_k: int, does: str, pitch: int
     known = top_k if top_k <= config.MOST_UNROLLED else 0
     if does == "clear":  # mostly there is nothing to do
         ctas, known = min(ctas, arch.sm_count), 0
-    kernel = _kernel(Signature(str(dtype_name(rows.dtype)), width, known, does), tile, arch, rows.device)
+    kernel = _kernel(Signature(name, width, known, does), tile, arch, rows.device)
     if kernel is None:
         return None
     early = int(standalone.begins_early(ctas, tile.threads, arch))

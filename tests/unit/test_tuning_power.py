@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import pytest
+import torch
 
 from tuning import power
 from tuning.power import Meter, Sample, Steady
@@ -79,6 +81,55 @@ def test_means_energy_and_cycles():
     assert found.kilocycles == pytest.approx(2175)
     with pytest.raises(RuntimeError, match="give it more --seconds"):
         Steady.of(1500.0, [])
+
+
+class Event:
+    """As of CUDA, of a GPU that takes `SECONDS` for a replay; the clock below is the time."""
+
+    SECONDS, now, busy_until = 0.002, 0.0, 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = max(Event.now, Event.busy_until)
+
+    def query(self) -> bool:
+        return Event.now >= self.at
+
+    def elapsed_time(self, other: Event) -> float:
+        return (other.at - self.at) * 1e3
+
+    @classmethod
+    def replay(cls) -> None:
+        """The host takes a tenth of the time, until a hundred replays wait."""
+        cls.now = max(cls.now + cls.SECONDS / 10, cls.busy_until - 100 * cls.SECONDS)
+        cls.busy_until = max(cls.now, cls.busy_until) + cls.SECONDS
+
+    @classmethod
+    def sleep(cls, seconds: float) -> None:
+        cls.now += seconds
+
+
+@pytest.mark.parametrize("seconds", [0.3, 3.0])
+def test_a_round_is_sampled_all_the_while(seconds, monkeypatch):
+    monkeypatch.setattr(power.time, "monotonic", lambda: Event.now)
+    monkeypatch.setattr(power.time, "sleep", Event.sleep)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    asked: list[float] = []
+
+    class Asked(Meter):
+        def sample(self) -> Sample:
+            asked.append(Event.now)
+            Event.now += 1e-4
+            return super().sample()
+
+    begun = Event.now = Event.busy_until
+    found = power.steady(power.Graph(Event.replay, 4, Event.SECONDS / 4), seconds, Asked(UUID, Nvml()))
+    assert found.us == pytest.approx(Event.SECONDS / 4 * 1e6, rel=0.02)
+    assert begun + power.WARM_UP <= asked[0] < begun + power.WARM_UP + 0.02
+    assert len(asked) > 0.7 * seconds / (power.PAUSE + 1e-3)
+    assert max(later - earlier for earlier, later in itertools.pairwise(asked)) < 3 * power.PAUSE
 
 
 def test_a_table_shows_the_median_round():

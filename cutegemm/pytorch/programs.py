@@ -142,7 +142,7 @@ def meant_by(epilogue: Any) -> Hashable | None:
 
 
 def number_of(meant: Hashable) -> int:
-    """The number by which the C++ part knows a meaning, and whatever else tells calls apart that have one."""
+    """The number by which the C++ part knows a meaning, or a tuple of it and what else a call differs in."""
     number: int | None = _numbers.get(meant)
     if number is None:
         number = next(_next_number)
@@ -191,14 +191,7 @@ def _record(a, b, program, operands, out_dtype, how, save):
 
 def _run(how, a, b, program, operands, out_dtype):
     """A call below autograd."""
-    if (serves := native.program) is not None:
-        found = serves(number := number_of(program), a, b, operands, out_dtype, *how)
-        if found is NotImplemented:
-            found = fused.compute(a, b, program, operands, None, out_dtype, how)
-            fused.tell(number, program, a, b, program, operands, out_dtype, How(*how))
-        if found is not None:
-            return found
-    return fused.compute(a, b, program, operands, None, out_dtype, how)
+    return compute(a, b, program, operands, None, out_dtype, how, None)
 
 
 def _uncommon(a, b, epilogue, operands, out, out_dtype, how, save):

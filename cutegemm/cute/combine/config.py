@@ -29,7 +29,7 @@ MOST_UNROLLED = 16
 MOST_VECTORS = 2**31 - 2**16
 """Vectors are counted in 32 bits, up to the end of the last CTA's."""
 MOST_CLEARED = 2**30
-"""Vectors of a result that is cleared: the threads count on by as many as they are."""
+"""Vectors of a result that is cleared: a thread's next vector lies as far on as there are threads, in 32 bits too."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,9 @@ class Combine(StandaloneOperator):
 
     @cute.jit
     def _clear(self, number):
-        """Writes zeros into vectors behind the last group, one in as many as there are threads from that number on."""
+        """Writes zeros behind the last group. Thread `number` of the grid takes the vector of that number there, and
+        every further one that lies as many vectors on as there are threads.
+        """
         args = self.args
         last = Int32(0)
         # An end counts as at least the one before it: the last group ends at the largest.

@@ -184,7 +184,7 @@ def grouped_gemm(
         _name_arguments(why, operands, bias, scale_a)
         raise
     if unknown is not None:
-        grouped_native.tell(unknown, a, b, sizes, epilogue, operands, out_dtype, precision, backend)
+        grouped.tell(*unknown, a, b, sizes, epilogue, operands, out_dtype, How(precision, backend))
     return found
 
 

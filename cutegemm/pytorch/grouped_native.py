@@ -13,13 +13,14 @@ from cutegemm.run.environment import is_on
 from cutegemm.run.how import How
 
 Unknown = tuple[int, Hashable]
-"""A call of which the C++ part has not been told: the number of its program, and what that means."""
+"""Of a call that the C++ part has not been told of: the number of its program, and what that means; `run.grouped.tell`
+takes them."""
 
 
 def ask(
     a: Any, b: Any, sizes: Sizes, epilogue: Any, operands: Any, out_dtype: Any, precision: Any, backend: Any
 ) -> tuple[Any, Unknown | None]:
-    """(the results, None); (None, a call to `tell` of when it has been computed); (None, None): Python computes it."""
+    """(the results, None); (None, what to tell of when it has been computed); (None, None): Python computes it."""
     offsets, counts, rows, places, out_rows = sizes
     if (offsets is None) == (counts is None) or places is not None or out_rows is not None:
         return None, None
@@ -36,14 +37,6 @@ def ask(
     return (None, (number, meant)) if found is NotImplemented else (found, None)
 
 
-def tell(
-    unknown: Unknown, a: Any, b: Any, sizes: Sizes, epilogue: Any, operands: Sequence[Any], out_dtype: Any,
-    precision: Any, backend: str,
-) -> None:  # fmt: skip
-    """Tells how a call was computed."""
-    grouped.tell(*unknown, a, b, sizes, epilogue, operands, out_dtype, How(precision, backend))
-
-
 def compute(
     a: Any, b: Any, sizes: Sizes, epilogue: Any, operands: Sequence[Any], out_dtype: Any, precision: Any, backend: str,
     config: Any,
@@ -56,5 +49,6 @@ def compute(
             return found
     found = grouped.compute(*call, None, out_dtype, precision, backend, config)
     if unknown is not None:
-        tell(unknown, *call, out_dtype, precision, backend)
+        number, meant = unknown
+        grouped.tell(number, meant, *call, out_dtype, How(precision, backend))
     return found

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -93,10 +92,12 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
     names = ["counts" if work.masked else "offsets", "rows" if work.indexed == "a" else "places"]
     extent = {"m": problem.m, "n": problem.n, "k": problem.k}[work.ragged or "m"]
     limit = problem.d.rows if work.indexed == "d" else 0
-    clear = partial(_clear, problem.work, [output.reduce for output in asked.program.outputs], plan.kernel is not None)
-    in_order = packing.in_order
+    reduces = [output.reduce for output in asked.program.outputs]
+    in_order, clears_rows = packing.in_order, False
     if plan.kernel is not None:
-        from cutegemm.run.combining import in_order  # it comes with the kernel families
+        from cutegemm.run.combining import clear_behind, in_order  # they come with the kernel families
+
+        clears_rows = problem.work in (RAGGED_M, GATHERED)
 
     def run(a: Any, b: Any, arrays: Arrays, operands: Sequence[Any], out: Any) -> Results:
         if checks:
@@ -117,8 +118,10 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
             else own
             for number, (own, shape, dtype) in enumerate(zip(given, asked.shapes, dtypes, strict=True))
         )  # fmt: skip
-        if out is ZEROS:
-            clear(outs, arrays[0])
+        if out is ZEROS and problem.work != RAGGED_K:  # of which every element is a group's, an empty one's too
+            for made, reduce in zip(outs, reduces, strict=True):
+                if not (clears_rows and reduce is None and clear_behind(made, arrays[0])):
+                    made.zero_()
         core(a, b, operands, outs, arrays[:taken], not new or out is ZEROS)
         for number in temporaries:
             given[number].copy_(outs[number])  # type: ignore[union-attr]
@@ -126,24 +129,6 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
         return results[0] if len(asked.shapes) == 1 else results
 
     return run
-
-
-def _clear(work: str, reduces: Sequence[Any], by_kernel: bool, outs: Sequence[torch.Tensor], ends: Any) -> None:
-    """Writes zeros at least where no group is.
-
-    Args:
-        reduces: of each result, what it is reduced by. by_kernel: whether a kernel computes them.
-        ends: of the groups.
-    """
-    if work == RAGGED_K:
-        return  # every element is a group's; one that is empty gives zeros
-    for made, reduce in zip(outs, reduces, strict=True):
-        if by_kernel and work in (RAGGED_M, GATHERED) and reduce is None:
-            from cutegemm.run.combining import clear_behind  # it comes with the kernel families
-
-            if clear_behind(made, ends):
-                continue
-        made.zero_()
 
 
 def launch_of(
@@ -160,8 +145,19 @@ def launch_of(
     if plan is None:
         return None
     asked = grouped_request.describe(a, b, sizes, program, operands, None, None, precision)
-    places = {i: (first + i, 0) for i in range(len(operands))}
-    return fused.launch_of(plan, asked, places, {}, first + len(operands), arrays)
+    return _launch(plan, asked, operands, arrays, first)
+
+
+def _launch(
+    plan: Plan, asked: ProgramRequest, operands: Sequence[Any], arrays: Sequence[tuple[int, int]], first: int
+) -> tuple[Any, ...] | None:
+    """As `launch_of`, of a plan."""
+    if asked.gathers:
+        return None
+    tensors = [i for i, each in enumerate(operands) if isinstance(each, torch.Tensor)]
+    others = [i for i in range(len(operands)) if i not in tensors]
+    places, numbers = fused.given_places(tensors, others, first)
+    return fused.launch_of(plan, asked, places, numbers, first + len(tensors), arrays)
 
 
 def tell(
@@ -174,19 +170,13 @@ def tell(
     if own is None or own[fused.MEANING] != meant:
         return
     arrays = sizes.arrays
-    tensors = [i for i, each in enumerate(operands) if isinstance(each, torch.Tensor)]
-    others = [i for i in range(len(operands)) if i not in tensors]
-    places, numbers = fused.given_places(tensors, others, 2 + len(arrays))
+    first = 2 + len(arrays)
     with fused.planning():
         plan = memo.plan(key)
-        if plan is None:
-            return
-        asked, launch = grouped_request.describe(a, b, sizes, program, operands, None, out_dtype, how.precision), None
-        if not asked.gathers:
-            of_arrays = [(2 + i, 0) for i in range(len(arrays))]
-            count = 2 + len(arrays) + len(tensors)
-            launch = fused.launch_of(plan, asked, places, numbers, count, of_arrays)
-        native.install_program((number, a, b, (*arrays, *operands), out_dtype, *how), launch)
+        if plan is not None:
+            asked = grouped_request.describe(a, b, sizes, program, operands, None, out_dtype, how.precision)
+            launch = _launch(plan, asked, operands, [(place, 0) for place in range(2, first)], first)
+            native.install_program((number, a, b, (*arrays, *operands), out_dtype, *how), launch)
 
 
 def check_arrays(arrays: Arrays, extent: int, work: Work, limit: int) -> None:

@@ -252,11 +252,11 @@ def in_turns(
     for name, step in steps.items():
         for _ in range(3):
             step()
-        counts[name] = max(1, round(seconds * 1e6 / _elapsed(step, 3)))
+        counts[name] = max(1, round(seconds * 1e6 / elapsed(step, 3)))
     samples: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds + 1):
         for name in order_of_round(list(steps), number):
-            us = _elapsed(steps[name], counts[name])
+            us = elapsed(steps[name], counts[name])
             if number:
                 samples[name].append(us)
     return {
@@ -265,7 +265,7 @@ def in_turns(
     }
 
 
-def _elapsed(step: Callable[[], object], count: int) -> float:
+def elapsed(step: Callable[[], object], count: int) -> float:
     """Microseconds a step between two events, with an idle GPU before."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()

@@ -123,10 +123,11 @@ class Graph(NamedTuple):
     @classmethod
     def of(cls, call: Callable[[], object]) -> Graph:
         """As many calls as take about `SHORTEST`, so that the host can enqueue replays faster than they are done."""
-        from tuning.blocks import captured
+        from tuning.blocks import captured, elapsed
 
         alone = captured(call)
-        seconds = _seconds(alone, 5)
+        alone()  # the first replay of a graph takes longer
+        seconds = max(elapsed(alone, 5) / 1e6, 1e-7)
         calls = max(1, round(SHORTEST / seconds))
         if calls == 1:
             return cls(alone, 1, seconds)
@@ -135,22 +136,8 @@ class Graph(NamedTuple):
             return [call() for _ in range(calls)]
 
         made = captured(several)
-        return cls(made, calls, _seconds(made, 3) / calls)
-
-
-def _seconds(replay: Callable[[], object], count: int) -> float:
-    """A replay's, after one more."""
-    import torch
-
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    replay()
-    torch.cuda.synchronize()
-    start.record()
-    for _ in range(count):
-        replay()
-    end.record()
-    torch.cuda.synchronize()
-    return max(start.elapsed_time(end) / 1e3 / count, 1e-7)
+        made()
+        return cls(made, calls, max(elapsed(made, 3) / 1e6 / calls, 1e-7))
 
 
 def steady(graph: Graph, seconds: float, meter: Meter) -> Steady:

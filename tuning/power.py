@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
+from cutegemm.tuner.timing import BLOCK_SECONDS, UNSETTLED
 from tuning import cli, named_products
 
 LIBRARY = "libnvidia-ml.so.1"
@@ -27,7 +28,7 @@ SM_CLOCK, INSTANT_POWER = 1, 186
 """NVML_CLOCK_SM, and NVML_FI_DEV_POWER_INSTANT, which nvmlDeviceGetPowerUsage averages over a second."""
 REASONS = {0x4: "power cap", 0x8: "hardware", 0x20: "temperature", 0x40: "temperature", 0x80: "power brake"}
 """What NVML says holds the clock down."""
-WARM_UP, PAUSE, SHORTEST = 0.15, 0.004, 0.001
+WARM_UP, PAUSE, SHORTEST = UNSETTLED * BLOCK_SECONDS, 0.004, 0.001
 """Seconds: of replays before a round counts, between two samples, and of a replay at least."""
 
 
@@ -161,8 +162,7 @@ def steady(graph: Graph, seconds: float, meter: Meter) -> Steady:
         if warm.query():
             samples.append(meter.sample())
         time.sleep(PAUSE)
-    # The clock needs a while after whatever ran before.
-    return Steady.of(warm.elapsed_time(end) * 1e3 / count / graph.calls, samples[len(samples) // 4 :])
+    return Steady.of(warm.elapsed_time(end) * 1e3 / count / graph.calls, samples)
 
 
 def table(product: str, found: Mapping[str, list[Steady]]) -> str:
@@ -198,8 +198,8 @@ def main(arguments: list[str] | None = None) -> int:
     made = cli.parser("power", (__doc__ or "").split(":")[0] + ".")
     named_products.add_options(made)
     made.add_argument("--zeros", action="store_true", help="time operands of zeros too")
-    made.add_argument("--seconds", type=cli.seconds, default=0.3, help="of a round (default 0.3)")
-    made.add_argument("--rounds", type=cli.count, default=5, help="measured rounds (default 5)")
+    made.add_argument("--seconds", type=cli.seconds, default=BLOCK_SECONDS, help=f"of a round ({BLOCK_SECONDS:g})")
+    made.add_argument("--rounds", type=cli.count, default=3, help="measured rounds (3)")
     options = made.parse_args(arguments)
     try:
         products = named_products.products(options)

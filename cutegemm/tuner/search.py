@@ -5,9 +5,10 @@
    torch's in the same heat, so that heats compare although clocks drift; where torch was disturbed, over what it took
    in the heats around. Products that run into the card's power limit are timed in blocks that keep it there.
 2. Halve. The best by score, and what was known before, meet again in more rounds, then the best of those, torch among
-   them, in the final. Here products at the power limit get whole sustained blocks: short ones borrow from each other,
-   and are only good enough to say who may be the best. So all who may be, as many as there is time for, go straight to
-   the final. How much time that is depends on what is left of the budget and on what a launch costs (`Plan`).
+   them, in the final. Products at the power limit need long blocks there (`timing` says why); short ones are only good
+   enough to say who may be the best. So all who may be go straight to the final, as many as there is time for blocks
+   that have a whole swing of the clock. How much time that is depends on what is left of the budget and on what a
+   launch costs (`Plan`).
 
 Every measurement is in the store before the next is begun. The search ends by its budget, when nothing is left, or
 when many candidates in a row have brought nothing. The budget's clock is `budget`'s: it starts when the problem
@@ -27,7 +28,7 @@ from cutegemm.tuner.budget import MOST_WAITED, Budget
 from cutegemm.tuner.space import Candidate, Frontier
 from cutegemm.tuner.spread import METHOD
 from cutegemm.tuner.timer import TORCH, Timer, TimerBroken, TimerLost
-from cutegemm.tuner.timing import BLOCK_SECONDS, SUSTAINED_FLOPS
+from cutegemm.tuner.timing import BLOCK_SECONDS, PERIOD_SECONDS, SUSTAINED_FLOPS
 from cutegemm.winners import Measurement, Winners
 from cutegemm.winners.fingerprint import fingerprint
 
@@ -37,14 +38,18 @@ if TYPE_CHECKING:
 
 SLOW_SECONDS, SLOW_FACTOR = 0.02, 4.0
 """A launch this long and this much slower than torch is left at its first measurement."""
-FINAL_SECONDS = 5.2
-"""What the halving may always take, if the budget has it."""
+FINAL_SECONDS, STEADY_SECONDS = 5.2, 20.0
+"""What the halving may always take, if the budget has it; the second at the power limit, where half of the budget is
+left for it at most."""
 SOON = 10.0
 """The halving of a search that comes to it sooner may go on until so many seconds after its begin."""
 HOPELESS = 1.5
 """A backend whose cheapest candidate is estimated so many times the winner's measured time need not be tried."""
-HEAT_BLOCK_SECONDS = 0.04
-"""A candidate's block in a heat at the power limit."""
+HEAT_BLOCK_SECONDS, SHORT_BLOCK_SECONDS = 0.04, 0.3
+"""A candidate's block at the power limit: in a heat, and in a final that has no time for longer ones. The latter are
+some 3 % off, each way."""
+FINALISTS = 4
+"""As many at the power limit at least, if their blocks may have a whole swing of the clock."""
 SURE_SEEDS = 2
 """Seeds, from the first on, that no quick timing keeps from the halving."""
 REFERENCES, DISTURBED = 5, 1.08
@@ -96,17 +101,27 @@ class Plan:
     def of(cls, problem: Problem, seconds: float = FINAL_SECONDS, launch: float = 0.0) -> Plan:
         """What there is time for.
 
-        At the power limit the final, whose blocks are dear, has the candidates that two rounds each are left for and
-        that may be the best: short blocks there are some 3 % off, each way.
+        At the power limit the final has the candidates that may be the best, if two rounds each are left for them.
 
         Args:
             seconds: that the halving may take. launch: seconds of one by torch.
         """
         if problem.flops <= SUSTAINED_FLOPS:
             return cls(14, 7, 4, 21, sure=7, near=0.15, block=0.0, lasts=max(0.006, launch))
-        lasts = max(BLOCK_SECONDS, launch)
-        most = max(2, int((seconds / lasts - 1) / 2) - 1)
-        return cls(most, 0, most, 3, sure=4, near=0.06, block=BLOCK_SECONDS, lasts=lasts)
+        most, block = 0, 0.0
+        for block, least in ((PERIOD_SECONDS, FINALISTS), (SHORT_BLOCK_SECONDS, 2)):
+            most = int((seconds / max(block, launch) - 1) / 2) - 1
+            if most >= least:
+                break
+        most = max(2, most)
+        return cls(most, 0, most, 3, sure=FINALISTS, near=0.06, block=block, lasts=max(block, launch))
+
+    def stretched(self, finalists: int, seconds: float) -> Plan:
+        """The same with blocks as long as two rounds of so many finalists and torch leave time for."""
+        if not self.block:
+            return self
+        block = min(BLOCK_SECONDS, max(self.block, seconds / (2 * (finalists + 1) + 1)))
+        return replace(self, block=block, lasts=max(self.lasts, block))
 
     def seconds(self, candidates: int, rounds: int) -> float:
         """What so many rounds of candidates and torch take, with the warm-up."""
@@ -114,13 +129,13 @@ class Plan:
 
     def rounds(self, candidates: int, seconds: float) -> int:
         """Of a final that may take so long; one at least."""
-        return min(self.final_rounds, max(1, int((seconds / self.lasts - 1) / (candidates + 1))))
+        return min(self.final_rounds, max(1, int((seconds / self.lasts - 1) / (candidates + 1) + 1e-9)))
 
     @property
     def reserve(self) -> float:
         """What exploring leaves of the budget."""
         if self.block:
-            return FINAL_SECONDS + 1.0
+            return STEADY_SECONDS + 1.0
         semifinal = self.seconds(self.semifinalists, self.semifinal_rounds)
         return semifinal + self.seconds(self.finalists, self.final_rounds) + 1.0
 
@@ -371,7 +386,8 @@ class Search:
             self._save(*(replace(r, reference_seconds=judged) for r in results if r.reference_seconds != judged))
 
     def _halve(self, begun: float, deadline: float) -> None:
-        end = min(deadline, max(begun + SOON, self._clock() + FINAL_SECONDS))
+        needed = STEADY_SECONDS if self._sustained else FINAL_SECONDS
+        end = min(deadline, max(begun + SOON, self._clock() + needed))
         plan = Plan.of(self.problem, end - self._clock(), self.outcome.reference_seconds or 0.0)
         chosen = self._near_best(plan)
         least = plan.seconds(len(chosen), plan.semifinal_rounds) + plan.seconds(plan.finalists, 1)
@@ -387,7 +403,9 @@ class Search:
         if not finalists or self._stopped():
             return
         self._report("final", self.outcome)
-        rounds = plan.rounds(len(finalists), end - self._clock())
+        left = end - self._clock()
+        plan = plan.stretched(len(finalists), left)
+        rounds = plan.rounds(len(finalists), left)
         for _, timed in self._time(finalists, rounds, plan.block, "final", deadline):
             for candidate in timed:
                 check = self._timer.check(candidate, CHECK_SECONDS)  # once more: a race may have spared the first run

@@ -7,8 +7,9 @@ The method and its reasons:
 - A graph holds the calls as any program captures them, workspaces and all: what is timed is what a user gets.
 - Inputs rotate through enough sets to pass three times the L2 cache; one CUDA graph holds the calls of a round, so
   that launch gaps stay out.
-- Up to 1e11 flop a round is a few milliseconds. Beyond, the card runs into its power limit, and short blocks borrow
-  from each other's budget: there a block lasts at least 0.3 s and only its second half counts.
+- Up to 1e11 flop a round is a few milliseconds. Beyond, the card runs into its power limit. What holds it there lets
+  the clock swing by some 3 %, with a period of 0.85 s on an H200. So a block of a candidate lasts two such periods: two
+  blocks of the same kernel then differ by 0.1 to 0.3 %, and blocks of 0.3 s by up to 6 %.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ from cutegemm.tuner.spread import Spread, order_of_round, spread
 Call = Callable[[], object]
 
 SUSTAINED_FLOPS = 1e11
-BLOCK_SECONDS = 0.3
+BLOCK_SECONDS, PERIOD_SECONDS = 2.0, 0.9
+"""Of a candidate at the power limit: a block that says how fast it is, and the shortest that has a whole swing of the
+clock, to half a percent."""
+UNSETTLED = 0.2
+"""The share of such a block that does not count: the power is still that of the candidate before."""
+MOST_BLOCKS = 3
+"""Of a candidate."""
 ROUND_SECONDS = 0.004
 
 
@@ -55,35 +62,40 @@ def rotation(bytes_per_set: int, l2_bytes: int, most: int = 512) -> int:
     return max(1, min(most, -(-3 * l2_bytes // max(bytes_per_set, 1))))
 
 
-def interleaved(
-    candidates: Mapping[str, Sequence[Call]], flops: float, rounds: int = 9, block_seconds: float | None = None
-) -> dict[str, Timing]:
+def interleaved(candidates: Mapping[str, Sequence[Call]], flops: float, rounds: int = 9) -> dict[str, Timing]:
     """Times every candidate, a round of each in turn, in the orders of `order_of_round`.
 
     Args:
         candidates: name -> one call per input set; each enqueues work on the current stream.
         flops: of one call; decides between short rounds and sustained blocks.
-        rounds: measured rounds, after one warm-up round. At least 7 for a figure that is quoted; sustained blocks
-            use no more than 5, their medians being over many replays each.
-        block_seconds: overrides the length of a block.
+        rounds: measured rounds, after a warm-up. At least 7 for a figure that is quoted; of sustained blocks three are
+            enough.
 
     Returns:
         name -> `Timing`, in the order given.
     """
     sustained = flops > SUSTAINED_FLOPS
-    target = block_seconds or (BLOCK_SECONDS if sustained else ROUND_SECONDS)
+    block = BLOCK_SECONDS if sustained else 0.0
     lanes = {name: Lane(calls, 0.02 if sustained else ROUND_SECONDS) for name, calls in candidates.items()}
     samples: dict[str, list[float]] = {name: [] for name in candidates}
-    count = min(rounds, 5) if sustained else rounds
-    for number in range(count + 1):
+    for lane in list(lanes.values())[: 1 if sustained else None]:  # one brings the card to its power limit
+        lane.block(block)
+    for number in range(min(rounds, MOST_BLOCKS) if sustained else rounds):
         for name in order_of_round(list(lanes), number):
-            us = lanes[name].block(target if sustained else 0.0)
-            if number:
-                samples[name].append(us)
+            samples[name].append(lanes[name].block(block))
     return {
         name: Timing(statistics.median(values), min(values), max(values), len(values), tuple(values))
         for name, values in samples.items()
     }
+
+
+def typical(spans: Sequence[float], seconds: float) -> float:
+    """What a replay takes, of those of a block that lasts so many seconds: the mean of a block that has a whole swing
+    of the clock, without what is unsettled, and of a shorter block the median of the second half.
+    """
+    if seconds < PERIOD_SECONDS:
+        return statistics.median(spans[len(spans) // 2 :])
+    return statistics.fmean(spans[int(UNSETTLED * len(spans)) :])
 
 
 class Lane:
@@ -111,7 +123,7 @@ class Lane:
                 calls[i % len(calls)]()
 
     def block(self, seconds: float = 0.0) -> float:
-        """Microseconds a call: the median over the second half of the replays that fill `seconds`, at least one."""
+        """Microseconds a call, of the replays that fill `seconds`, at least one (`typical`)."""
         import torch
 
         replays = max(1, round(seconds / self.seconds))
@@ -122,7 +134,7 @@ class Lane:
             event.record()
         torch.cuda.synchronize()
         spans = [events[i].elapsed_time(events[i + 1]) for i in range(replays)]
-        return statistics.median(spans[replays // 2 :]) * 1e3 / self.calls
+        return typical(spans, seconds) * 1e3 / self.calls
 
 
 @contextlib.contextmanager

@@ -57,6 +57,31 @@ def test_a_card_that_favours_the_first_does_not_favour_a_name(monkeypatch):
     assert not faster["ours"].spread(faster["torch"]).parity
 
 
+def test_large_products_are_timed_in_a_few_long_blocks(monkeypatch):
+    asked = []
+
+    class Lane:
+        def __init__(self, calls, seconds):
+            self.name = calls[0]()
+
+        def block(self, seconds=0.0):
+            asked.append((self.name, seconds))
+            return 3.0
+
+    monkeypatch.setattr(timing, "Lane", Lane)
+    found = timing.interleaved({"torch": [lambda: "t"], "ours": [lambda: "o"]}, 2 * timing.SUSTAINED_FLOPS, rounds=9)
+    assert "".join(name for name, _ in asked) == "t" + "to" + "ot" + "to"
+    assert {seconds for _, seconds in asked} == {timing.BLOCK_SECONDS}
+    assert found["ours"].samples == (3.0,) * timing.MOST_BLOCKS
+
+
+def test_a_block_of_whole_swings_has_their_mean_and_a_shorter_one_the_median_of_its_second_half():
+    swings = [90.0] * 20 + [1.0, 2.0, 3.0, 2.0] * 20
+    assert timing.typical(swings, timing.BLOCK_SECONDS) == timing.typical(swings, timing.PERIOD_SECONDS) == 2.0
+    assert timing.typical([9.0, 9.0, 1.0, 1.0, 7.0], 0.04) == 1.0
+    assert timing.typical([5.0], 0.0) == timing.typical([5.0], timing.BLOCK_SECONDS) == 5.0
+
+
 def test_the_tuner_takes_turns_in_the_same_way(monkeypatch):
     asked = []
 

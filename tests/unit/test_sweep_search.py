@@ -137,7 +137,7 @@ def test_a_minute_with_fifteen_workers_times_over_a_hundred(store):
         space(1000), timer, store, FakeCompiler(stored=True, clock=warm), Problem.of(4096, 4096, 4096), clock=warm
     ).run()
     assert again.ended == "done"
-    assert again.elapsed < 10
+    assert again.elapsed < 30
     assert len(again.results) >= 96
 
 

@@ -21,9 +21,7 @@ def final_of(timer: FakeTimer) -> tuple[int, int, float]:
     return len(keys), rounds, block
 
 
-@pytest.mark.parametrize(
-    ("budget", "final"), [(12.5, (8, 2, 0.3)), (24.0, (5, 2, 0.98)), (60.0, (9, 2, 0.95))]
-)
+@pytest.mark.parametrize(("budget", "final"), [(12.5, (8, 2, 0.3)), (24.0, (5, 2, 0.98)), (60.0, (9, 2, 0.95))])
 def test_large_products_are_timed_in_blocks_as_long_as_there_is_time_for(store, budget, final):
     """Alike whether the kernels were compiled before, or one of them, or none."""
     finals = []

@@ -78,7 +78,7 @@ Attempt = Callable[..., tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
 @torch.no_grad()
 def computes(module: Any, attempt: Attempt) -> bool:
     """Whether a module computes what `attempt` says of its parameters, which it gets with underscores in place of dots,
-    up to the rounding of results on their way, as torch does it.
+    up to the rounding of results on their way, as torch does it: in training and in evaluation, whose mode it keeps.
 
     Where that is zero, as with weights that are zero before training, other weights are tried.
     """
@@ -91,14 +91,23 @@ def computes(module: Any, attempt: Attempt) -> bool:
         for each in drawn.values():
             draw(each, generator)
         want, inputs = attempt(**_as_arguments(drawn))
-    try:
-        found = (torch.func.functional_call(module, drawn, inputs) if drawn else module(*inputs)).float()
-    except Exception:  # whatever it is called with, it is not what was looked for
-        return False
-    if found.shape != want.shape:
-        return False
-    error, size = (found - want).abs(), want.abs()
-    return bool((error.amax(1) <= _rounding(inputs[0]) * size.amax(1)).all())
+    limits = _rounding(inputs[0]) * want.abs().amax(1)
+    modes = [(each, each.training) for each in module.modules()]
+    # A dropout draws random numbers, which those of the caller do not depend on.
+    with torch.random.fork_rng([want.device] if want.is_cuda else []):
+        try:
+            for training in (True, False):
+                for each, _ in modes:
+                    each.training = training
+                found = (torch.func.functional_call(module, drawn, inputs) if drawn else module(*inputs)).float()
+                if found.shape != want.shape or not bool(((found - want).abs().amax(1) <= limits).all()):
+                    return False
+        except Exception:  # whatever it is called with, it is not what was looked for
+            return False
+        finally:
+            for each, training in modes:
+                each.training = training
+    return True
 
 
 def _as_arguments(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

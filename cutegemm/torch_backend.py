@@ -95,8 +95,13 @@ def product(a: torch.Tensor, b: torch.Tensor, scale_a: Any = None, scale_b: Any 
 
 
 def multiplied(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """torch.matmul of these dtypes: what autocast casts is cast by now, and neither `out` nor scales let it."""
+    """torch.matmul of these dtypes: what autocast casts is cast by now, and neither `out` nor scales let it.
+
+    On the CPU fp32 is multiplied in float64 where torch was told to round it (`torch.set_float32_matmul_precision`).
+    """
     with torch._C._DisableAutocast():
+        if a.device.type == "cpu" and a.dtype == torch.float32 and _cpu_rounds():
+            return torch.matmul(a.double(), b.double()).float()
         return torch.matmul(a, b)
 
 
@@ -112,6 +117,15 @@ def check_tf32(a: torch.Tensor) -> None:
             "backend 'torch': torch's TF32 switch for matmul is on, so it would not compute in IEEE fp32; "
             "switch it off or use backend 'cute'"
         )
+
+
+def _cpu_rounds() -> bool:
+    """Whether oneDNN may round the fp32 operands of torch.matmul, to bf16 or TF32."""
+    backends = torch.backends
+    for place in (getattr(backends.mkldnn, "matmul", None), backends.mkldnn, backends):
+        if (chosen := getattr(place, "fp32_precision", "none")) != "none":
+            return chosen != "ieee"
+    return False
 
 
 def _tf32_is_on() -> bool:

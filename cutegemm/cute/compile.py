@@ -137,15 +137,26 @@ def compile_operator(operator: Any, target: str) -> Artefacts:
             compiled.export_to_c(object_file_path=f"{folder}/kernel.o", function_name=FUNCTION)
         except Exception as why:
             raise GemmError(f"the CuTe DSL could not compile {operator.config} for {target}: {why}") from why
+        cubin = _finished(operator, compiled.__cubin__, Path(folder, "kernel.o"))
         files = {
             "kernel.o": Path(folder, "kernel.o").read_bytes(),
             "kernel.ptx": compiled.__ptx__.encode(),
-            "kernel.cubin": compiled.__cubin__,
+            "kernel.cubin": cubin,
         }
         library = _link(Path(folder))
         if library is not None:
             files["kernel.so"] = library
         return Artefacts(files, {"target": target})
+
+
+def _finished(operator: Any, cubin: bytes, exported: Path) -> bytes:
+    """The machine code as the operator's `finish` changes it, if it has one, also in the exported object."""
+    better = operator.finish(cubin) if hasattr(operator, "finish") else cubin
+    content = exported.read_bytes()
+    if better == cubin or content.count(cubin) != 1:
+        return cubin
+    exported.write_bytes(content.replace(cubin, better))
+    return better
 
 
 def _import_dsl():

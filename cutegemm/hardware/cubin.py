@@ -56,6 +56,14 @@ class _Section:
     link: int
 
 
+def code(cubin: bytes) -> list[tuple[int, int]]:
+    """Where the instructions of its kernels lie: first byte and number of bytes of each. Raises ValueError as `usage`
+    does.
+    """
+    usage(cubin)
+    return [(section.offset, section.size) for section in _sections(cubin) if section.name.startswith(".text.")]
+
+
 def code_digest(cubin: bytes) -> str:
     """A digest of what a cubin does: instructions, constants, launch attributes, registers, stack and shared memory
     of its kernels.

@@ -12,8 +12,8 @@ from cutegemm.problem.program import value
 from cutegemm.problem.program.evaluate import UNARY
 
 __all__ = [
-    "abs", "cast", "clamp", "erf", "exp", "exp2", "gelu", "gelu_tanh", "log", "log2", "maximum", "minimum",
-    "reciprocal", "relu", "rsqrt", "sigmoid", "silu", "sqrt", "tanh", "where",
+    "abs", "cast", "clamp", "erf", "exp", "exp2", "gelu", "gelu_tanh", "log", "log2", "logical_not", "maximum",
+    "minimum", "reciprocal", "relu", "rsqrt", "sigmoid", "silu", "sqrt", "tanh", "where",
 ]  # fmt: skip
 
 Operand = Any
@@ -183,6 +183,17 @@ def where(condition: Operand, x: Operand, y: Operand) -> Any:
     tensor([1., 2.])
     """
     return torch.where(condition, x, y) if isinstance(condition, torch.Tensor) else value.where(condition, x, y)
+
+
+def logical_not(condition: Operand) -> Any:
+    """Whether a condition does not hold, elementwise: `~condition`, which torch.compile does not follow.
+
+    >>> logical_not(torch.tensor([True, False]))
+    tensor([False,  True])
+    """
+    if isinstance(condition, torch.Tensor):
+        return torch.logical_not(condition)
+    return value.condition("not", "logical_not", condition)
 
 
 def relu(x: Operand) -> Any:

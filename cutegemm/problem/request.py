@@ -127,7 +127,7 @@ def check_operands(a: Any, b: Any) -> tuple[str, str | None]:
     found = operand_dtypes(a, b)
     check_device("b", b, a.device)
     if not (a.is_cuda or a.is_cpu):
-        others = ", and on meta all tensors together" if a.is_meta else ""
+        others = "; on meta gemm takes all tensors together, and prepare and explain take none" if a.is_meta else ""
         raise ValueError(f"a: it is on {a.device}, accepted are CUDA and CPU tensors{others}")
     return found
 

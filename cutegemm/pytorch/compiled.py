@@ -179,9 +179,9 @@ def _text(written: Any, repeated: Any, outputs: Any, gating: str | None, describ
     for number, dtype, kind in outputs:
         value = Value(trace, numbers[number])
         results.append(output_of(value if kind is None else Reduction(value, kind, dtype), trace, "the epilogue"))
-    program = simplified(trace.builder.program(results, gating))
+    program = trace.builder.program(results, gating)
     unused = {*range(len(described))} - {node.attribute for node in program.nodes if node.op == "input"}
     if unused:
         numbered = ", ".join(map(str, sorted(unused)))
         raise EpilogueError(f"no result depends on operand {numbered}: leave it out of the function and of operands=")
-    return program.text
+    return simplified(program).text

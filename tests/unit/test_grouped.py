@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -154,6 +155,29 @@ def test_operands_of_groups_and_the_index_of_the_group(seed):
     case.epilogue = lambda acc, group, column: acc * group + column + ops.matrix() - ops.column()
     case.operands = [torch.randn(shape, generator=generator) for shape in ((4, 6, 1), (14,))]
     case.run()
+
+
+@pytest.mark.parametrize("shape", [(), (6,), (1, 6), (1, 1, 6), (4, 1, 6)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_program_of_an_operand_for_each_group_takes_one_for_all(shape, transposed):
+    """A function would be traced for such an operand; a program says that groups may differ."""
+    sizes = torch.tensor([3, 0, 7, 2])
+    m, n = (6, 12) if transposed else (12, 6)
+    a = torch.randn(*((4,) if transposed else ()), m, 9)
+    b = torch.randn(*(() if transposed else (4,)), 9, n)
+    of_group, given = torch.randn(4, 1, 6), torch.randn(shape)
+    if transposed:
+        of_group, given = of_group.mT, given.mT if given.dim() > 1 else given
+    program = cutegemm.trace_epilogue(lambda acc, x: acc + x, operands=(of_group,))
+    ends = sizes.cumsum(0).int()
+    call = partial(cutegemm.grouped_gemm, a, b, ends)
+    if transposed and len(shape) == 1:
+        with pytest.raises(ValueError, match=r"operands\[0\]"):
+            call(epilogue=program, operands=(given,))
+        return
+    taken = given[(None,) * (3 - given.dim())].expand(of_group.shape).repeat_interleave(sizes, 0)
+    wanted = taken[:, 0] if not transposed else taken[:, :, 0].t()
+    torch.testing.assert_close(call(epilogue=program, operands=(given,)), call() + wanted)
 
 
 def test_a_bias_is_one_for_all_or_one_a_group():

@@ -113,6 +113,13 @@ ERRORS = [
     (lambda acc: ops.cast(acc, torch.int16), (), r"torch\.int16.*accepted"),
     (lambda acc: ops.row_sum(acc) + 1, (), "return it as it is, behind a matrix"),
     (lambda acc: ops.exp(ops.row_sum(acc)), (), "return it as it is"),
+    (lambda acc: ops.where(ops.row_max(acc) == 1.0, acc, 0.0), (), "return it as it is"),
+    (lambda acc: ops.where(ops.row_max(acc) != ops.row_max(acc), acc, 0.0), (), "return it as it is"),
+    (lambda acc: acc if ops.row_max(acc) == 0.5 else 3 * acc, (), "return it as it is"),
+    (lambda acc: ops.row_max(acc) % 2, (), "return it as it is"),
+    (lambda acc: acc * int(ops.row_max(acc)), (), "return it as it is"),
+    (lambda acc: ops.row_max(acc)[0], (), "return it as it is"),
+    (lambda acc: ops.logical_not(acc), (), "is for conditions"),
     (lambda acc: ops.random(acc), (), "seed"),
     (lambda acc: ops.dropout(acc, 1.0, 1), (), "0 <= p < 1"),
     (lambda acc: ops.swiglu(acc) + acc, (), "divided"),
@@ -224,6 +231,10 @@ def test_functions_compute_on_tensors_what_the_program_computes(name):
     function = getattr(ops, name)
     if name == "where":
         assert ops.where(x > 1, x, 0.0).equal(evaluate(trace(lambda acc: ops.where(acc > 1, acc, 0.0), ()), x, [])[0])
+    elif name == "logical_not":
+        program = trace(lambda acc: ops.where(ops.logical_not(acc > 1), acc, 0.0), ())
+        assert program == trace(lambda acc: ops.where(~(acc > 1), acc, 0.0), ())
+        assert torch.where(ops.logical_not(x > 1), x, 0.0).equal(evaluate(program, x, [])[0])
     elif name in ("halves", "pairs"):
         assert function(x)[1].equal(evaluate(trace(lambda acc: function(acc)[1], ()), x, [])[0])
     else:

@@ -243,3 +243,26 @@ def test_weights_without_elements_stay(dtype):
 def test_a_lazily_negated_input_is_refused_by_its_name(layer):
     with pytest.raises(ValueError, match="input: it is a lazily negated view"):
         layer(torch._neg_view(torch.randn(3, 16)))
+
+
+def test_what_only_training_shows_is_seen_in_evaluation_too():
+    """Models come in evaluation mode, and are trained later."""
+
+    class Dropping(MLP):
+        def forward(self, x):
+            return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+    class Doubling(MLP):
+        def forward(self, x):
+            return super().forward(x) * (1 if self.training else 2)
+
+    model = nn.ModuleList([MLP(), Dropping(), Doubling(), MLP()]).eval()
+    model[0].act_fn.train()
+    before, state = [each.training for each in model.modules()], torch.get_rng_state()
+    kept = replace_mlps(copy.deepcopy(model))
+    assert [type(each) for each in kept] == [SwiGLU, Dropping, Doubling, SwiGLU]
+    assert not any(each.training for each in kept)
+    assert torch.equal(torch.get_rng_state(), state), "the caller's random numbers"
+    for each in model[:2]:
+        replacing.computes(each, lambda **_: (torch.ones(2, 8), (torch.ones(2, 8),)))
+    assert [each.training for each in model.modules()] == before

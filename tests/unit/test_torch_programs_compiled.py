@@ -126,6 +126,26 @@ def test_compiled_errors_say_what_is_wrong(function, message, seed):
         compiled(lambda a: cutegemm.gemm(a, b, epilogue=function, operands=(x,)))(a)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda acc, x: ops.where(x > 0, acc, acc),
+        lambda acc, x: ops.where(ops.logical_not(acc > 0), acc, 0.0 * x),
+        lambda acc, x: ops.where(ops.logical_not(acc > x), acc, 0.0),
+    ],
+)
+def test_compiled_as_eager_where_an_operand_is_simplified_away(function, seed):
+    a, b, x = (each.requires_grad_() for each in draw(seed, (4, 6), (6, 8), (8,)))
+
+    def call(a, b, x):
+        return cutegemm.gemm(a, b, epilogue=function, operands=(x,))
+
+    want, got = call(a, b, x), compiled(call)(a, b, x)
+    assert torch.equal(got, want)
+    for mine, theirs in zip(*(torch.autograd.grad(d.sum(), (a, b, x)) for d in (got, want)), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
 def test_compiled_refuses_a_condition_for_a_number(seed):
     a, b = draw(seed, (4, 6), (6, 8))
     with pytest.raises(Exception, match=r"operands\[0\]: got bool"):

@@ -54,7 +54,8 @@ from cutegemm.cute.hopper.output import Output
 from cutegemm.cute.hopper.pipeline import Ring, Turns
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.producer import Producer
-from cutegemm.cute.hopper.promotion import copies, registers
+from cutegemm.cute.hopper.promotion import copies, registers, shares_factors
+from cutegemm.cute.hopper.reuse import keep_factors
 from cutegemm.cute.hopper.solo import Solo
 from cutegemm.cute.hopper.store import make_store
 from cutegemm.cute.hopper.sums import make_sums, narrowed
@@ -99,6 +100,10 @@ class HopperGemm(Gemm):
         self.ahead: Any = self.store.ahead if config.through_ring(signature) is not None else None
         # Which operands no running kernel writes, where the kernel makes use of it.
         self.constant = is_constant(config, signature) if uses_constant(config, signature) else (False, False)
+
+    def finish(self, cubin: bytes) -> bytes:
+        """Changes the machine code that the compiler made (`compile.compile_operator`)."""
+        return keep_factors(cubin) if shares_factors(self.config, self.signature) else cubin
 
     # -- host -------------------------------------------------------------------------------------------------------
     def launch(self, args) -> None:

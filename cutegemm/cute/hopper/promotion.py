@@ -71,6 +71,11 @@ def _copies_much(config: HopperConfig, signature: Signature) -> bool:
     return signature.work == GATHERED or copies(config, signature) > few
 
 
+def shares_factors(config: HopperConfig, signature: Signature) -> bool:
+    """Whether many partial sums are multiplied by one factor (`reuse`)."""
+    return "half" in config.options and bool(signature.epilogue.program.block_scales)
+
+
 def compensates(config: HopperConfig, signature: Signature) -> bool:
     """Whether what promotions round off is kept and added at the end (`promoted.CompensatedProducts`)."""
     return signature.parts is not None and config.accumulators <= MOST_COMPENSATED

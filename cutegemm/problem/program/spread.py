@@ -41,6 +41,7 @@ def spread(
             inputs.append(own)
             given.append(value)
             continue
+        value = value[(None,) * (3 - value.dim())]
         taken = value.expand(count, *value.shape[1:]).index_select(0, known)
         given.append(taken[:, 0] if axis == "m" else taken[:, :, 0].t())
         inputs.append(own._replace(batched=False, m=own.m or axis == "m", n=own.n or axis == "n"))

@@ -247,7 +247,11 @@ class Reduction:
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _no_value
-    __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __float__ = __iter__ = _no_value
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __matmul__ = __rmatmul__ = __rpow__ = _no_value
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = __neg__ = __pos__ = __abs__ = _no_value
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _no_value
+    __bool__ = __float__ = __int__ = __index__ = __iter__ = __len__ = __getitem__ = __contains__ = _no_value
+    __hash__ = None  # type: ignore[assignment]
 
 
 def value_of(given: Any, trace: Trace, what: str = "an epilogue") -> Value:

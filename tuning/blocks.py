@@ -13,7 +13,8 @@ same after `replace_linears`, `constant` (decoding only) after `replace_linears(
 A variant's results must be as close to those of the blocks in float32 as torch's are, within a factor of two; those of
 variants in fp8 as the blocks in float32 are whose linears round their operands to fp8.
 Variants take turns in alternating order; a round is a number of steps between two CUDA events, so that eager figures
-hold the host's time. Ratios are to `torch`, above 1 is faster; their spread is the middle half of the rounds'.
+hold the host's time. A round lasts 0.1 s; where steps last a millisecond or more, 2 s, and there are three at most.
+Ratios are to `torch`, above 1 is faster; their spread is the middle half of the rounds'.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ from tuning import cli
 from tuning.bench_report import ratios_text, short_text
 
 TORCH, FP8, FP8_CONSTANT, MLPS, FP8_MLPS = "torch", "fp8", "fp8-constant", "mlps", "fp8-mlps"
-FORWARD, TRAINING = 0.1, 0.3
-"""Seconds of a round. Training runs the same step for long, so that the card's clock has settled for it."""
+ROUND_SECONDS, LONG_US = 0.1, 1000.0
+"""Of a round, and of a step from which on products bring the card to its power limit, so that a round lasts as long as
+a block of large products (`timing`)."""
 
 
 @dataclass(frozen=True)
@@ -244,20 +246,25 @@ def training(model: Blocks, x: torch.Tensor, turn: Any) -> Callable[[], object]:
     return run
 
 
-def in_turns(
-    steps: Mapping[str, Callable[[], object]], rounds: int, seconds: float = FORWARD
-) -> dict[str, timing.Timing]:
-    """Microseconds of each step: rounds of about so many seconds, in alternating order, after a warm-up round."""
-    counts = {}
+def in_turns(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, timing.Timing]:
+    """Microseconds of each step in rounds of alternating order: so many of `ROUND_SECONDS`, after a warm-up round, or
+    where steps are long a few of `timing.BLOCK_SECONDS`, each with a warm-up of its own.
+    """
+    alone = {}
     for name, step in steps.items():
         for _ in range(3):
             step()
-        counts[name] = max(1, round(seconds * 1e6 / elapsed(step, 3)))
+        alone[name] = elapsed(step, 3)
+    long = max(alone.values(), default=0.0) >= LONG_US
+    seconds, rounds = (timing.BLOCK_SECONDS, min(rounds, timing.MOST_BLOCKS)) if long else (ROUND_SECONDS, rounds)
     samples: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(rounds + 1):
-        for name in order_of_round(list(steps), number):
-            us = elapsed(steps[name], counts[name])
-            if number:
+    for number in range(0 if long else -1, rounds):
+        for name in order_of_round(list(steps), max(number, 0)):
+            count = max(1, round(seconds * 1e6 / alone[name]))
+            for _ in range(int(timing.UNSETTLED * count) if long else 0):
+                steps[name]()
+            us = elapsed(steps[name], count)
+            if number >= 0:
                 samples[name].append(us)
     return {
         name: timing.Timing(statistics.median(values), min(values), max(values), len(values), tuple(values))
@@ -370,7 +377,7 @@ def main(arguments: list[str] | None = None) -> int:
         models = variants(model, (TORCH, "ours"))
         verdicts = check(models, x, turn)
         steps = {name: training(models[name], x, turn) for name, verdict in verdicts.items() if verdict == "ok"}
-        lines += lines_of(f"training, {count} tokens", in_turns(steps, options.rounds, TRAINING), verdicts)
+        lines += lines_of(f"training, {count} tokens", in_turns(steps, options.rounds), verdicts)
         print(table(lines[-len(verdicts) :]), file=sys.stderr, flush=True)
         del models, steps
     print(table(lines))

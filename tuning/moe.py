@@ -177,7 +177,7 @@ def bench(
         graphs = {
             name: blocks.captured(how(steps[name], given)) for name, verdict in verdicts.items() if verdict == "ok"
         }
-        found = blocks.in_turns(graphs, rounds, blocks.TRAINING if trains else blocks.FORWARD)
+        found = blocks.in_turns(graphs, rounds)
         lines += (new := blocks.lines_of(f"{block.name}, {skew}, {word}, {count} tokens", found, verdicts))
         # A run that is stopped has said what it measured.
         print(

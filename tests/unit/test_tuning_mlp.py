@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
+
 import pytest
 import torch
 
+from cutegemm.tuner import timing
 from tuning import blocks, mlp
 
 
@@ -29,3 +33,24 @@ def test_the_command_line(capsys):
         assert message in capsys.readouterr().err
     if not torch.cuda.is_available():
         assert mlp.main([]) == 2
+
+
+@pytest.mark.parametrize(("us", "rounds", "blocks_each"), [(50.0, 4, 4), (20_000.0, 9, timing.MOST_BLOCKS)])
+def test_long_steps_have_a_few_long_rounds(us, rounds, blocks_each, monkeypatch):
+    """Steps of 20 ms hold the card at its power limit."""
+    ran, timed = Counter(), []
+
+    def elapsed(step, count):
+        for _ in range(count):
+            step()
+        timed.append(count)
+        return us
+
+    monkeypatch.setattr(blocks, "elapsed", elapsed)
+    found = blocks.in_turns({name: partial(ran.update, [name]) for name in ("torch", "ours")}, rounds)
+    assert {name: each.rounds for name, each in found.items()} == {"torch": blocks_each, "ours": blocks_each}
+    in_round = round((timing.BLOCK_SECONDS if us > 1e3 else blocks.ROUND_SECONDS) * 1e6 / us)
+    warm = int(timing.UNSETTLED * in_round) * blocks_each if us > 1e3 else in_round
+    assert timed[:2] == [3, 3]
+    assert set(timed[2:]) == {in_round}
+    assert ran["torch"] == ran["ours"] == 6 + warm + in_round * blocks_each

@@ -87,6 +87,16 @@ def _backends(text: str) -> list[str]:
     return names
 
 
+def configurations(texts: Sequence[str]) -> list[Any]:
+    """What `--config` names, of backend "cute". Raises ValueError naming the option and what a text should be."""
+    from cutegemm import backend
+
+    try:
+        return [backend.get("cute").parse(text) for text in texts]
+    except ValueError as why:
+        raise ValueError(f"--{why}") from None
+
+
 def add_shapes(group: argparse._ActionsContainer) -> None:
     """The options that name shapes, which `shapes` reads."""
     group.add_argument("--shapes", help="MxNxK, or one number for a square product; comma-separated")

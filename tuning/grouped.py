@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from cutegemm import backend
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import MAX_EXTENT
 from cutegemm.problem.grouped_request import MOST_GROUPS
@@ -157,11 +156,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--only: no entry {'with an aim ' if options.aims else ''}has {options.only!r} in it")
     if options.quack and not bench_providers.installed(QUACK):
         parser.error("--quack: needs quack-kernels, which is not installed")
-    for config in options.config:
-        try:
-            backend.get("cute").parse(config)
-        except ValueError as why:
-            parser.error(f"--config: {why}")
+    try:
+        cli.configurations(options.config)
+    except ValueError as why:
+        parser.error(str(why))
     if not torch.cuda.is_available():
         print("tuning.grouped times kernels on a GPU, and torch sees none here; tests.fuzz_groups emulates them")
         return 2

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from tuning import suites
+from tuning import cli, suites
 
 
 def add_options(made: argparse.ArgumentParser) -> None:
@@ -24,8 +24,6 @@ def add_options(made: argparse.ArgumentParser) -> None:
 
 def products(options: argparse.Namespace) -> list[str]:
     """What to compute, of `--shapes` and `--entries`. Raises ValueError naming what is not known."""
-    from cutegemm import backend
-
     found = ["x".join(map(str, shape)) for shape in suites.parse(options.shapes)] if options.shapes else []
     for text in options.entries.split(",") if options.entries else ():
         if text not in _entries():
@@ -33,11 +31,7 @@ def products(options: argparse.Namespace) -> list[str]:
         found.append(text)
     if not found:
         raise ValueError("name what to run: --shapes or --entries")
-    for config in options.config:
-        try:
-            backend.get("cute").parse(config)
-        except ValueError as why:
-            raise ValueError(f"--config: {why}") from None
+    cli.configurations(options.config)
     return list(dict.fromkeys(found))
 
 

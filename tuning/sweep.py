@@ -2,6 +2,7 @@
 
     python -m tuning.sweep --shapes 4096x4096x4096,16x28672x4096 --dtype bf16
     python -m tuning.sweep --shapes 64x4096x7168 --dtype e4m3 --scaling blocks
+    python -m tuning.sweep --shapes 8192 --config sm90/256x192x64/coop2/c1x2/s3/serp8/zig/pdl     of those named alone
     python -m tuning.sweep --shapes 16x28672x4096 --epilogue swiglu           with a program: N counts gate and up
     python -m tuning.sweep --suite llm --dtype bf16,fp16 --gpus all --resume --json sweep.json
     torchrun --nproc-per-node 8 -m tuning.sweep --suite llm                   on several hosts too: see docs/tuning.md
@@ -22,7 +23,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
@@ -37,8 +38,10 @@ from cutegemm.tuner.timer import GpuProcess, TimerBroken
 from tuning import cli, suites
 
 if TYPE_CHECKING:
+    from cutegemm.cute.warps.config import TileConfig
     from cutegemm.hardware.arch import Arch
     from cutegemm.problem import Problem
+    from cutegemm.tuner.space import Ranker
 
 RECIPES = ("tensor", "rows", "blocks")
 """Of `problem.scales`, which imports torch."""
@@ -78,6 +81,10 @@ def parser() -> argparse.ArgumentParser:
     search.add_argument(
         "--budget", type=cli.seconds, default=60.0, help=f"time for each shape: 60s (the default), 2m, 1h; {MOST_HELP}"
     )
+    search.add_argument(
+        "--config", action="append", default=[], help="a configuration of cute to try; repeatable. Nothing else is "
+        "tried then but what gemm takes today"
+    )  # fmt: skip
     search.add_argument("--candidates", type=int, help="configurations to try at most, for each shape (256)")
     search.add_argument(
         "--exhaustive", action="store_true", help="try all of them (or --candidates), as far as the budget goes"
@@ -225,7 +232,9 @@ def main(arguments: list[str] | None = None) -> int:
             # The GPU's process imports torch while this one does.
             options.gpus = options.gpus or _own_gpu()
             early = None if dry or options.gpus != "0" else stack.enter_context(_first_gpu())
-            wanted = problems(options)
+            wanted, options.config = problems(options), cli.configurations(options.config)
+            if options.config and options.backends != ["cute"]:
+                raise ValueError("--config: it names configurations of cute; leave --backends out")
             if dry:
                 return _without_gpu(wanted, options)
             return _on_gpus(wanted, options, early, stack)
@@ -234,6 +243,24 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     except ValueError as why:
         made.error(str(why))
+
+
+def _ranker(configs: Sequence[TileConfig]) -> Ranker | None:
+    """Lists the configurations named that are valid for a problem, and prints why the others are not. None without
+    any: then the cost model lists all."""
+    from cutegemm import backend
+    from cutegemm.choice import heuristics
+
+    def valid(problem: Problem, arch: Arch, name: str) -> list[tuple[float, TileConfig]]:
+        found = []
+        for config in configs:
+            if why := backend.get(name).check(config, problem, arch):
+                print(f"{problem}: {config} is left out: {why}")
+            else:
+                found.append((heuristics.estimate(problem, config, name, arch), config))
+        return found
+
+    return valid if configs else None
 
 
 def _limit(options: argparse.Namespace) -> int:
@@ -302,7 +329,8 @@ def _on_gpus(wanted: list[Problem], options: argparse.Namespace, early: object, 
             print(f"process {part.claims.rank} of {part.claims.world} that share the problems")
         outcomes = sweep_run.run(
             wanted, options.backends, timers, pool, store, search, report=tell, stop=stop,
-            claims=part.claims if part else None,
+            claims=part.claims if part else None, ranker=_ranker(options.config), seeded=not options.config,
+            first=sweep_run.today if options.config else sweep_run.nothing,
         )  # fmt: skip
         outcomes = part.outcomes(outcomes, stop.is_set) if part else outcomes
     except shared.StoreLost as why:
@@ -361,7 +389,7 @@ def _without_gpu(wanted: list[Problem], options: argparse.Namespace) -> int:
     bad = 0
     with CompilePool(options.jobs) as pool:
         for problem in (measured(each, arch) for each in wanted):
-            candidates = enumerate_all(problem, arch, options.backends)
+            candidates = enumerate_all(problem, arch, options.backends, _ranker(options.config))
             print(f"{problem} on {arch.name}: {len(candidates)} valid configurations")
             if not candidates:
                 print(why_none(problem, arch, options.backends))

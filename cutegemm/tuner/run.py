@@ -278,10 +278,7 @@ def seeds(problem: Problem, arch: Arch, store: Winners, names: Sequence[str]) ->
     of the same problem in the other 16-bit type, without its epilogue program and in other majors; the winners of the
     nearest shapes.
     """
-    found: list[Candidate] = []
-    today = _today(problem, arch)
-    if today is not None:
-        found.append(today)
+    found = today(problem, arch)
     shipped = winners_table.shipped(arch.name, arch.sm_count)
     for text, most in _kin(problem):
         own = [row for row in store.rows(text) if (row.gpu, row.sm_count) == (arch.name, arch.sm_count)]
@@ -319,14 +316,15 @@ def _kin(problem: Problem) -> list[tuple[str, int]]:
     return list(found.items())
 
 
-def _today(problem: Problem, arch: Arch) -> Candidate | None:
+def today(problem: Problem, arch: Arch) -> list[Candidate]:
+    """What `gemm` would run now, in a list; an empty one where nothing serves the problem, or torch. A `First`."""
     from cutegemm.choice import plan
 
     try:
         choice = plan.choose(problem, arch)
     except (UnsupportedError, ValueError):
-        return None
-    return None if choice.config is None else Candidate(choice.backend, choice.config)
+        return []
+    return [] if choice.config is None else [Candidate(choice.backend, choice.config)]
 
 
 def _candidates(keys: Iterable[tuple[str, str]], problem: Problem, arch: Arch, most: int = SEEDS) -> list[Candidate]:

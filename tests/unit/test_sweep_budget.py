@@ -127,7 +127,7 @@ def test_ctrl_c_while_workers_start(store, clock):
 
 
 def test_only_the_first_shape_waits(store, clock, monkeypatch):
-    monkeypatch.setattr(sweep_run, "_today", lambda *rest: None)
+    monkeypatch.setattr(sweep_run, "today", lambda *rest: [])
     monkeypatch.setattr(sweep_search.Search.__init__, "__kwdefaults__", {
         **sweep_search.Search.__init__.__kwdefaults__, "clock": clock
     })  # fmt: skip
@@ -145,7 +145,7 @@ def test_only_the_first_shape_waits(store, clock, monkeypatch):
 
 def test_ctrl_c_in_a_sweep_whose_workers_hang(store, monkeypatch):
     """On the real clock: the wait asks for `stop` several times a second."""
-    monkeypatch.setattr(sweep_run, "_today", lambda *rest: None)
+    monkeypatch.setattr(sweep_run, "today", lambda *rest: [])
 
     class Hung(FakeCompiler):
         standing, outstanding = False, 1

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from cutegemm import backend
 from cutegemm.problem import Problem
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.tuner import report as sweep_report
@@ -25,6 +26,9 @@ from tests.waiting import PATIENCE
 from tuning import cli, sweep
 
 ROOT = Path(__file__).parent.parent.parent
+NAMED = (
+    "sm90/128x64x64/coop2/c1x1/s4/serp8/pdl", "sm90/64x64x64/coop1/c1x1/s4/serp8", "simt/64x64x16/w32x32/s2/g8",
+)  # fmt: skip
 
 
 def options(*arguments: str) -> argparse.Namespace:
@@ -78,6 +82,8 @@ def test_what_is_asked():
         (("--moe", "--suite", "llm"), "--moe: got it with --suite"),
         (("--moe", "--batch", "2"), "--moe: got it with --batch"),
         (("--moe", "--precision", "tf32"), "fp32"),
+        (("--shapes", "64", "--config", "sm90/what"), "--config: got 'sm90/what'"),
+        (("--shapes", "64", "--config", NAMED[0], "--backends", "legacy"), "leave --backends out"),
     ],
 )
 def test_bad_arguments_are_named(arguments, complaint, capsys):
@@ -141,7 +147,7 @@ def fake_gpus(monkeypatch, timers: list[FakeTimer], candidates: list[Candidate],
     monkeypatch.setattr(sweep, "GpuProcess", Entered)
     monkeypatch.setattr(sweep_compile, "CompilePool", Pool)
     monkeypatch.setattr(sweep_run, "enumerate_all", lambda *rest: candidates)
-    monkeypatch.setattr(sweep_run, "_today", lambda *rest: None)
+    monkeypatch.setattr(sweep_run, "today", lambda *rest: [])
 
 
 def test_a_sweep_from_end_to_end(monkeypatch, capsys, tmp_path):
@@ -162,6 +168,23 @@ def test_a_sweep_from_end_to_end(monkeypatch, capsys, tmp_path):
     assert len(data["shapes"][0]["results"]) == 20
     assert timer.closed
     assert Winners(store).best("H200", 132, str(Problem.of(512, 512, 512))).config == candidates[7].text
+
+
+def test_configurations_that_are_named_are_tried_and_no_others(monkeypatch, capsys, tmp_path):
+    real = sweep_run.enumerate_all
+    today = Candidate("cute", backend.get("cute").parse("sm90/64x32x64/coop1/c1x1/s4/g8"))
+    timer = FakeTimer({("cute", NAMED[1]): 0.5e-3, today.key: 0.9e-3})
+    fake_gpus(monkeypatch, [timer], [])
+    monkeypatch.setattr(sweep_run, "enumerate_all", real)
+    monkeypatch.setattr(sweep_run, "today", lambda problem, arch: [today])
+    asked = [part for text in NAMED for part in ("--config", text)]
+    assert sweep.main(["--shapes", "512", *asked, "--store", str(tmp_path / "w.sqlite3")]) == 0
+    said = capsys.readouterr().out
+    assert f"{NAMED[2]} is left out: the CUDA-core kernel multiplies fp32" in said
+    assert {key for keys, _, _ in timer.timed for key in keys} == {today.key, ("cute", NAMED[0]), ("cute", NAMED[1])}
+    assert Winners(tmp_path / "w.sqlite3").best("H200", 132, str(Problem.of(512, 512, 512))).config == NAMED[1]
+    assert sweep.main(["--shapes", "512", "--compile-only", "--arch", "H200", "--budget", "0.01", *asked]) in (0, 1)
+    assert "2 valid configurations" in capsys.readouterr().out
 
 
 def test_a_promise_that_no_kernel_uses_is_swept_as_none(monkeypatch, capsys, tmp_path):
@@ -269,7 +292,7 @@ def test_ctrl_c_prints_what_was_measured(tmp_path):
 
 def test_the_next_shape_is_compiled_ahead(tmp_path, monkeypatch):
     """While one shape is timed the next one's candidates are enumerated and compiled."""
-    monkeypatch.setattr(sweep_run, "_today", lambda *rest: None)
+    monkeypatch.setattr(sweep_run, "today", lambda *rest: [])
     enumerated: list[int] = []
     both = threading.Event()
 
@@ -292,7 +315,7 @@ def test_the_next_shape_is_compiled_ahead(tmp_path, monkeypatch):
 
 
 def test_what_fails_while_it_is_prepared_or_told_is_raised(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep_run, "_today", lambda *rest: None)
+    monkeypatch.setattr(sweep_run, "today", lambda *rest: [])
     given = (["cute"], [FakeTimer({})], FakeCompiler(), Winners(tmp_path / "w"), Options())
 
     def broken(problem, arch, name):

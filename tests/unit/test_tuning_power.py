@@ -147,7 +147,7 @@ def test_a_table_shows_the_median_round():
         ([], "name what to run"),
         (["--shapes", "64", "--seconds", "0"], "--seconds: got '0'"),
         (["--entries", "8x8"], "--entries: got '8x8'"),
-        (["--shapes", "64", "--config", "sm90/what"], "--config: config: got 'sm90/what'"),
+        (["--shapes", "64", "--config", "sm90/what"], "--config: got 'sm90/what'"),
     ],
 )
 def test_what_is_not_known(arguments, said, capsys):

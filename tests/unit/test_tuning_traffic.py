@@ -73,7 +73,7 @@ def test_the_command_runs_itself_under_ncu(tmp_path, monkeypatch, capsys):
     [
         ([], "name what to run"),
         (["--entries", "8x8"], "--entries: got '8x8', accepted are 8x2x28672x4096 uniform"),
-        (["--shapes", "64", "--config", "sm90/what"], "--config: config: got 'sm90/what'"),
+        (["--shapes", "64", "--config", "sm90/what"], "--config: got 'sm90/what'"),
         (["--shapes", "0"], "0"),
     ],
 )

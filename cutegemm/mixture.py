@@ -182,6 +182,8 @@ def _check_options(precision: Any, backend: Any) -> None:
 
 def _gated_activation(module: torch.nn.Module) -> str | None:
     """The activation of a module that looks like stacked experts, None for any other."""
+    if isinstance(module, torch.jit.ScriptModule):  # whose parts are no dict
+        return None
     if set(module._parameters) != {"gate_up_proj", "down_proj"} or set(module._modules) - {"act_fn"}:
         return None
     gate_up, down = module.gate_up_proj, module.down_proj

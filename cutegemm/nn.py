@@ -408,6 +408,8 @@ def replace_mlps(
 def _gated_activation(module: torch.nn.Module) -> str | None:
     """The activation of a module that looks like a gated MLP, None for any other."""
     names = {"gate_proj", "up_proj", "down_proj"}
+    if isinstance(module, torch.jit.ScriptModule):  # whose parts are no dict
+        return None
     if set(module._modules) - {"act_fn"} != names or module._parameters or module._buffers:
         return None
     linears = [getattr(module, name) for name in names]

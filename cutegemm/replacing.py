@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensor
 from cutegemm import backend as backends
 from cutegemm.problem import request
 from cutegemm.pytorch.sharded import is_distributed
+from cutegemm.torch_backend import cpu_rounds
 
 _ACTIVATION_CLASSES = {
     "SiLUActivation": "silu", "PytorchGELUTanh": "gelu_tanh", "GELUTanh": "gelu_tanh", "GELUActivation": "gelu",
@@ -119,11 +120,7 @@ def _rounding(x: torch.Tensor) -> float:
     if x.dtype == torch.float32 and x.is_cuda:
         return 0.005
     if x.dtype == torch.float32:
-        try:
-            exact = torch.get_float32_matmul_precision() == "highest"
-        except RuntimeError:  # it was set for each backend by itself
-            exact = False
-        return 1e-4 if exact else 0.02
+        return 0.02 if cpu_rounds() else 1e-4
     return 0.005 if x.dtype == torch.float16 else 0.02
 
 

@@ -100,7 +100,7 @@ def multiplied(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     On the CPU fp32 is multiplied in float64 where torch was told to round it (`torch.set_float32_matmul_precision`).
     """
     with torch._C._DisableAutocast():
-        if a.device.type == "cpu" and a.dtype == torch.float32 and _cpu_rounds():
+        if a.device.type == "cpu" and a.dtype == torch.float32 and cpu_rounds():
             return torch.matmul(a.double(), b.double()).float()
         return torch.matmul(a, b)
 
@@ -119,13 +119,9 @@ def check_tf32(a: torch.Tensor) -> None:
         )
 
 
-def _cpu_rounds() -> bool:
+def cpu_rounds() -> bool:
     """Whether oneDNN may round the fp32 operands of torch.matmul, to bf16 or TF32."""
-    backends = torch.backends
-    for place in (getattr(backends.mkldnn, "matmul", None), backends.mkldnn, backends):
-        if (chosen := getattr(place, "fp32_precision", "none")) != "none":
-            return chosen != "ieee"
-    return False
+    return torch.backends.mkldnn.matmul.fp32_precision not in ("none", "ieee")
 
 
 def _tf32_is_on() -> bool:

@@ -241,7 +241,10 @@ def _parser() -> argparse.ArgumentParser:
                      help="of --config")  # fmt: skip
     who.add_argument("--config", help="configurations of that backend, comma-separated, beside the providers")
     how = parser.add_argument_group("how")
-    how.add_argument("--rounds", type=cli.count, default=ROUNDS)
+    how.add_argument(
+        "--rounds", type=cli.count, default=ROUNDS, help=f"measured rounds (default {ROUNDS}); of products over 1e11 "
+        f"flop {timing.MOST_BLOCKS} at most"
+    )  # fmt: skip
     how.add_argument("--jobs", type=int, help="compile processes; by default a core each, as many as memory holds")
     how.add_argument("--cublas-kernels", action="store_true", help="name the kernels that cuBLAS picked")
     how.add_argument("--host", action="store_true", help="host cost of an eager call instead")

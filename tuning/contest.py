@@ -130,8 +130,8 @@ def meet(
     candidates: Sequence[Candidate],
     stopped: Callable[[], bool] = lambda: False,
 ) -> Met:
-    """Times candidates of a problem that is open in the timer, afresh and in turns, in more rounds than a sweep's;
-    products that meet the power limit in sustained blocks. Each is checked before and after: who does not compile, is
+    """Times candidates of a problem that is open in the timer, afresh and in turns, products that meet the power limit
+    in long blocks. Each is checked before and after: who does not compile, is
     wrong or breaks the timer has no time, and is named with the reason.
 
     Args:

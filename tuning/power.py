@@ -198,8 +198,10 @@ def main(arguments: list[str] | None = None) -> int:
     made = cli.parser("power", (__doc__ or "").split(":")[0] + ".")
     named_products.add_options(made)
     made.add_argument("--zeros", action="store_true", help="time operands of zeros too")
-    made.add_argument("--seconds", type=cli.seconds, default=BLOCK_SECONDS, help=f"of a round ({BLOCK_SECONDS:g})")
-    made.add_argument("--rounds", type=cli.count, default=3, help="measured rounds (3)")
+    made.add_argument(
+        "--seconds", type=cli.seconds, default=BLOCK_SECONDS, help=f"of a round (default {BLOCK_SECONDS:g})"
+    )
+    made.add_argument("--rounds", type=cli.count, default=3, help="measured rounds (default 3)")
     options = made.parse_args(arguments)
     try:
         products = named_products.products(options)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import DTYPES, ITEMSIZE, PRECISIONS, Problem, torch_dtype
-from cutegemm.tuner.timing import SUSTAINED_FLOPS, Timing, gpu_state, interleaved, rotation
+from cutegemm.tuner.timing import MOST_BLOCKS, SUSTAINED_FLOPS, Timing, gpu_state, interleaved, rotation
 from tuning import cli
 
 if TYPE_CHECKING:
@@ -165,7 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"GPU: {gpu_state()}; torch {torch.__version__}, CUDA {torch.version.cuda}")
     print(
         f"Method: {options.rounds} rounds, cuBLAS (torch.mm) and each configuration in turn, CUDA graphs, inputs "
-        f"through three times the L2, normal random, majors {options.majors}; over 1e11 flop sustained blocks"
+        f"through three times the L2, normal random, majors {options.majors}; over 1e11 flop {MOST_BLOCKS} long blocks "
+        "at most"
     )
     configs = configurations(options.dtype, options.precision, options.config, arch)
     kind = (options.dtype, options.precision)

@@ -79,7 +79,11 @@ def parser() -> argparse.ArgumentParser:
     search = made.add_argument_group("the search")
     cli.add_backends(search)
     search.add_argument(
-        "--budget", type=cli.seconds, default=60.0, help=f"time for each shape: 60s (the default), 2m, 1h; {MOST_HELP}"
+        "--budget",
+        type=cli.seconds,
+        default=60.0,
+        help="time for each shape: 60s (the default), 2m, 1h; products over "
+        f"1e11 flop need 40s for a sure final; {MOST_HELP}",
     )
     search.add_argument(
         "--config", action="append", default=[], help="a configuration of cute to try; repeatable. Nothing else is "

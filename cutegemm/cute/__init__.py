@@ -74,6 +74,7 @@ _SHARED_SOURCES = (
     "../problem/epilogue.py",
     "../problem/program/graph.py",
     "../run/arguments.py",
+    "../hardware/cubin.py",
 )
 """Patterns of the files, relative to this folder, that decide what the kernels of every family do."""
 _SPLITTING = ("operand_parts.py", "splitter.py")

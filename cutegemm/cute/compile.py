@@ -55,7 +55,7 @@ def source_fingerprint() -> str:
         _SOURCES.parent / name
         for name in (
             "problem/dtypes.py", "problem/problem.py", "problem/operand.py", "problem/epilogue.py", "problem/work.py",
-            "problem/program/graph.py", "run/arguments.py",
+            "problem/program/graph.py", "run/arguments.py", "hardware/cubin.py",
         )
     )  # fmt: skip
     return source_digest(*own, *shared)
@@ -135,9 +135,9 @@ def compile_operator(operator: Any, target: str) -> Artefacts:
             # Launches go through the exported object: an engine for the launcher in this process would never run.
             compiled = cute.compile(operator, *operator.fake_arguments(), options=options, no_jit_engine=True)
             compiled.export_to_c(object_file_path=f"{folder}/kernel.o", function_name=FUNCTION)
+            cubin = _finished(operator, compiled.__cubin__, Path(folder, "kernel.o"))
         except Exception as why:
             raise GemmError(f"the CuTe DSL could not compile {operator.config} for {target}: {why}") from why
-        cubin = _finished(operator, compiled.__cubin__, Path(folder, "kernel.o"))
         files = {
             "kernel.o": Path(folder, "kernel.o").read_bytes(),
             "kernel.ptx": compiled.__ptx__.encode(),

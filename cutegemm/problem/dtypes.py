@@ -190,7 +190,7 @@ def why_not_multiplied(dtype: str, b_dtype: str) -> str | None:
 
 def why_not_rounded(what: str, narrow: Collection[str]) -> str | None:
     """None when kernels that round to no type of one byte are for these results, else a sentence about `what`."""
-    return f"{what} no value to a type of one byte, and here {' and '.join(narrow)} is asked for" if narrow else None
+    return f"{what} no value to a type of one byte; here it must round to {' and '.join(narrow)}" if narrow else None
 
 
 def kind_name(dtype: str, precision: str) -> str:

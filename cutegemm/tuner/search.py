@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from cutegemm.tuner.budget import MOST_WAITED, Budget
 from cutegemm.tuner.space import Candidate, Frontier
-from cutegemm.tuner.spread import METHOD
+from cutegemm.tuner.spread import METHOD, STEADY
 from cutegemm.tuner.timer import TORCH, Timer, TimerBroken, TimerLost
 from cutegemm.tuner.timing import BLOCK_SECONDS, PERIOD_SECONDS, SUSTAINED_FLOPS
 from cutegemm.winners import Measurement, Winners
@@ -149,6 +149,7 @@ class Result:
     seconds: float | None = None
     reference_seconds: float | None = None
     kind: str = "quick"
+    method: str = METHOD
 
     @property
     def ok(self) -> bool:
@@ -253,7 +254,7 @@ class Search:
             if not self._opened:
                 self._timer.open(self.problem)
             budget = Budget(self.options.budget, self._clock)
-            self._explore(budget, min(Plan.of(self.problem).reserve, self.options.budget / 2))
+            self._explore(budget, self._reserve())
             if not self._stopped():
                 self._halve(budget.begun, budget.end)
             if self._uncompiled:
@@ -267,21 +268,28 @@ class Search:
             self.outcome.elapsed = self._clock() - begun
         return self.outcome
 
+    def _reserve(self) -> float:
+        """Seconds of the budget that exploring leaves."""
+        return min(Plan.of(self.problem).reserve, self.options.budget / 2)
+
     def _remember(self) -> bool:
-        """Takes over what was measured with today's kernels; True when there is nothing left to do."""
+        """Takes over what was measured with today's kernels; True when there is nothing left to do. Where there is time
+        for long blocks, a final of short ones decides nothing.
+        """
         arch = self._timer.arch
-        finals = 0
+        finals, surer = 0, Plan.of(self.problem, self._reserve()).block >= PERIOD_SECONDS
         for row in self._store.rows(str(self.problem)):
             candidate = self._known.get((row.backend, row.config))
             fresh = (row.gpu, row.sm_count) == (arch.name, arch.sm_count) and row.kind != "family"
             if candidate is None or not fresh or row.fingerprint != fingerprint(row.backend, row.config):
                 continue
-            result = Result(candidate, row.verdict, row.seconds, row.reference_seconds, row.kind)
+            kind = "quick" if surer and row.method != STEADY else row.kind
+            result = Result(candidate, row.verdict, row.seconds, row.reference_seconds, kind, row.method)
             before = self.outcome.results.get(candidate.key)
-            if before is None or not result.ok or row.kind == "final" or before.kind != "final":
+            if before is None or not result.ok or kind == "final" or before.kind != "final":
                 self._settle(result)
             self._frontier.drop(candidate.key)
-            finals += row.kind == "final" and row.verdict == "ok"
+            finals += kind == "final" and row.verdict == "ok"
         winner = self.outcome.winner
         if not finals or winner is None or winner.seconds is None:
             return False
@@ -450,7 +458,8 @@ class Search:
                     break
                 found += self._time([candidate], rounds, block, kind, deadline)
             return found
-        self._save(*(Result(c, "ok", times[c.key], times[TORCH], kind) for c in candidates))
+        method = STEADY if block >= PERIOD_SECONDS else METHOD
+        self._save(*(Result(c, "ok", times[c.key], times[TORCH], kind, method) for c in candidates))
         return [(times[TORCH], candidates)]
 
     def _time_torch(self, rounds: int, block: float) -> None:
@@ -466,7 +475,7 @@ class Search:
         rows = [
             Measurement(
                 arch.name, arch.sm_count, str(self.problem), *r.candidate.key, fingerprint(*r.candidate.key), r.seconds,
-                r.verdict, kind=r.kind, reference_seconds=r.reference_seconds, method=METHOD,
+                r.verdict, kind=r.kind, reference_seconds=r.reference_seconds, method=r.method,
             )
             for r in results
         ]  # fmt: skip

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-METHOD = "captured"
-"""How the tuner and the benchmarks time today: the captured call that a user gets. A row of the winners table without
-this note is older: its graphs borrowed a workspace that was cleared already, and its candidates took turns in one
-direction, A B C, B C A, ..."""
+METHOD, STEADY = "captured", "captured, long blocks"
+"""How the tuner and the benchmarks time today: the captured call that a user gets, the second in blocks that have a
+whole swing of the clock at the power limit (`timing`). A row of the winners table without such a note is older: its
+graphs borrowed a workspace that was cleared already, and its candidates took turns in one direction, A B C, B C A, ...
+"""
 
 
 def order_of_round(names: Sequence[T], number: int) -> list[T]:

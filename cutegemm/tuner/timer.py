@@ -56,7 +56,7 @@ class Timer(Protocol):
         self, candidates: Sequence[Candidate], rounds: int, block_seconds: float
     ) -> Mapping[tuple[str, str], float]:
         """Seconds a call of each candidate by key, and of torch under `TORCH`: medians over rounds of one block each
-        in turn, after a warm-up round. block_seconds: 0 for one graph replay a block. A `spread.Seconds` also has the
+        in turn, after a warm-up. block_seconds: 0 for one graph replay a block. A `spread.Seconds` also has the
         times of its rounds. Raises TimerLost."""
 
     def close(self) -> None: ...
@@ -107,7 +107,7 @@ class GpuProcess:
     def time(
         self, candidates: Sequence[Candidate], rounds: int, block_seconds: float
     ) -> Mapping[tuple[str, str], float]:
-        timeout = 30 + 2 * (rounds + 2) * (len(candidates) + 1) * (block_seconds + 0.1)
+        timeout = 30 + (rounds + 2) * (len(candidates) + 1) * (block_seconds + 0.1)
         keys = [candidate.key for candidate in candidates]
         try:
             return self._running().call("time", keys, rounds, block_seconds, timeout=timeout)

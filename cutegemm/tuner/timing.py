@@ -8,8 +8,8 @@ The method and its reasons:
 - Inputs rotate through enough sets to pass three times the L2 cache; one CUDA graph holds the calls of a round, so
   that launch gaps stay out.
 - Up to 1e11 flop a round is a few milliseconds. Beyond, the card runs into its power limit. What holds it there lets
-  the clock swing by some 3 %, with a period of 0.85 s on an H200. So a block of a candidate lasts two such periods: two
-  blocks of the same kernel then differ by 0.1 to 0.3 %, and blocks of 0.3 s by up to 6 %.
+  the clock swing by some 3 % each way, with a period of 0.85 s on an H200. So a block of a candidate lasts two such
+  periods: two blocks of the same kernel then differ by less than 1 %, mostly by 0.3, and blocks of 0.3 s by up to 6 %.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from cutegemm.tuner.spread import Spread, order_of_round, spread
 Call = Callable[[], object]
 
 SUSTAINED_FLOPS = 1e11
-BLOCK_SECONDS, PERIOD_SECONDS = 2.0, 0.9
-"""Of a candidate at the power limit: a block that says how fast it is, and the shortest that has a whole swing of the
-clock, to half a percent."""
+BLOCK_SECONDS, PERIOD_SECONDS = 2.0, 1.1
+"""Of a candidate at the power limit: a block that says how fast it is, and the shortest whose part that counts has a
+whole swing of the clock."""
 UNSETTLED = 0.2
 """The share of such a block that does not count: the power is still that of the candidate before."""
 MOST_BLOCKS = 3
@@ -41,7 +41,7 @@ ROUND_SECONDS = 0.004
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds a call: the median over rounds, the extremes, and the median of each round."""
+    """Microseconds a call: the median over rounds, the extremes, and what each round took."""
 
     us: float
     low: float

@@ -149,12 +149,20 @@ def test_rounding_is_that_of_the_dtype():
         torch.set_float32_matmul_precision("highest")
 
 
-def test_a_precision_that_was_set_for_one_backend(monkeypatch):
-    def mixed():
-        raise RuntimeError("PyTorch is checking the matmul precision without a specific backend name")
+def test_a_precision_that_was_set_for_one_backend():
+    torch.backends.cuda.matmul.fp32_precision, before = "tf32", torch.backends.cuda.matmul.fp32_precision
+    try:
+        assert type(replace_mlps(nn.Sequential(MLP()))[0]) is SwiGLU
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
 
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed)
-    assert type(replace_mlps(nn.Sequential(MLP()))[0]) is SwiGLU
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("replace", [replace_linears, replace_mlps, replace_moe])
+def test_a_scripted_module_stays(replace):
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+    model = nn.ModuleList([scripted, nn.Linear(8, 8), MLP(), Experts()])
+    assert replace(model)[0] is scripted
 
 
 @pytest.mark.parametrize(

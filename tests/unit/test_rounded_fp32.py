@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +13,13 @@ from cutegemm import ops, torch_backend
 
 @contextlib.contextmanager
 def told(level: str):
+    before = torch.backends.mkldnn.matmul.fp32_precision, torch.backends.cuda.matmul.fp32_precision
     torch.set_float32_matmul_precision(level)
     try:
         yield
     finally:
         torch.set_float32_matmul_precision("highest")
+        torch.backends.mkldnn.matmul.fp32_precision, torch.backends.cuda.matmul.fp32_precision = before
 
 
 def exact(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -44,21 +45,19 @@ def test_products_and_gradients_keep_their_bits(level):
     assert torch.equal(left.grad, exact(a, b.t()))
 
 
-@pytest.mark.parametrize(
-    ("matmul", "mkldnn", "everywhere", "rounds"),
-    [
-        ("none", "none", "none", False), ("bf16", "none", "none", True), ("none", "bf16", "none", True),
-        ("none", "none", "tf32", True), ("ieee", "bf16", "bf16", False), ("none", "ieee", "bf16", False),
-    ],
-)  # fmt: skip
-def test_the_narrowest_switch_decides(monkeypatch, matmul, mkldnn, everywhere, rounds):
-    of_matmul = SimpleNamespace(fp32_precision=matmul)
-    of_mkldnn = SimpleNamespace(fp32_precision=mkldnn, matmul=of_matmul)
-    monkeypatch.setattr(torch, "backends", SimpleNamespace(fp32_precision=everywhere, mkldnn=of_mkldnn))
-    assert torch_backend._cpu_rounds() == rounds
-
-
-def test_what_torch_offers_sets_it():
-    for level, rounds in (("medium", True), ("high", True), ("highest", False)):
-        with told(level):
-            assert torch_backend._cpu_rounds() == rounds
+def test_each_of_torchs_switches_counts():
+    with told("medium"):
+        assert torch_backend.cpu_rounds()
+    with told("high"):
+        assert torch_backend.cpu_rounds()
+    with told("highest"):
+        assert not torch_backend.cpu_rounds()
+        matmul, mkldnn = torch.backends.mkldnn.matmul, torch.backends.mkldnn
+        for place in (matmul, mkldnn, torch.backends):
+            matmul.fp32_precision = "none"
+            assert not torch_backend.cpu_rounds()
+            place.fp32_precision = "tf32"
+            try:
+                assert torch_backend.cpu_rounds()
+            finally:
+                place.fp32_precision = "none"

@@ -6,6 +6,7 @@ import pytest
 
 from cutegemm.problem import Problem
 from cutegemm.tuner.search import Options
+from cutegemm.tuner.spread import METHOD, STEADY
 from cutegemm.tuner.timer import TimerBroken, TimerLost
 from cutegemm.winners import Measurement, Winners
 from cutegemm.winners.fingerprint import fingerprint
@@ -258,6 +259,25 @@ def test_resume_skips_what_was_measured(store):
     assert outcome.winner is not None
     assert again.winner.candidate == outcome.winner.candidate
     assert again.winner.score == outcome.winner.score
+
+
+@pytest.mark.parametrize(("budget", "again"), [(60.0, True), (8.0, False)])
+def test_resume_has_another_final_of_large_products_where_there_is_time_for_long_blocks(store, budget, again):
+    """A final of short blocks is some 3 % off."""
+    candidates, large = space(6), Problem.of(8192, 8192, 8192)
+    times = {c.key: (1 + 0.01 * i) * 1e-3 for i, c in enumerate(candidates)}
+    search(candidates, FakeTimer(times), store, problem=large, options=Options(budget=8.0)).run()
+    assert {row.method for row in store.rows()} == {METHOD}
+    timer = FakeTimer(times)
+    resumed = search(candidates, timer, store, problem=large, options=Options(budget, resume=True)).run()
+    assert bool(timer.timed) == again
+    assert resumed.ended == ("done" if again else "resumed")
+    if again:
+        assert STEADY in {row.method for row in store.rows() if row.kind == "final"}
+        last = FakeTimer(times)
+        options = Options(budget, resume=True)
+        assert search(candidates, last, store, problem=large, options=options).run().ended == "resumed"
+        assert not last.timed
 
 
 def test_resume_does_not_trust_other_kernels_or_gpus(store):

@@ -120,7 +120,8 @@ def _promotion(config: HopperConfig, signature: Signature) -> dict[str, Any]:
     """`Footprint.promoted`, `exposed` and `scaled`.
 
     Twins hide a promotion. Without them nothing hides it where one warpgroup multiplies at a time (a CTA with one, or
-    ping-pong). Else the other warpgroups multiply meanwhile, but for the share `OTHERS_WAIT` (`HALF_WAITS` with half).
+    ping-pong). Else the other warpgroups multiply meanwhile, but for the share `OTHERS_WAIT` (`HALF_WAITS` and
+    `HALF_OF_ROWS_WAITS` with half).
     Scales that the consumers load (with half) cost 3 to 7 % there, which is left out: no other tile is near.
     """
     every = promotion.interval(config, signature)
@@ -130,7 +131,7 @@ def _promotion(config: HopperConfig, signature: Signature) -> dict[str, Any]:
     alone = config.consumers == 1 or config.ping_pong
     share = 0.0 if "twin" in config.options else OTHERS_WAIT
     if "half" in config.options:
-        of_rows = config.group_rows > BLOCK_ROWS and bool(signature.epilogue.program.block_scales)
+        of_rows = config.group_rows > BLOCK_ROWS and promotion.shares_factors(config, signature)
         share = HALF_OF_ROWS_WAITS if of_rows else HALF_WAITS
     exposed = promoted * (1.0 if alone and "twin" not in config.options else share)
     return {"promoted": promoted, "exposed": exposed, "scaled": promotion.copies(config, signature) > 0}

@@ -320,7 +320,8 @@ def condition(op: str, symbol: str, *given: Any) -> Value:
     """An operation on conditions."""
     values = values_of(*given, what=symbol)
     if any(each.type != BOOL for each in values):
-        fail(f"{symbol} is for conditions, and one of these is a number: put comparisons in parentheses, (a < b) & c")
+        advice = "put comparisons in parentheses, (a < b) & c" if len(given) > 1 else "compare it first, as in x > 0"
+        fail(f"{symbol} is for conditions, and one of these is a number: {advice}")
     return values[0]._trace.add(op, *(each._number for each in values))
 
 

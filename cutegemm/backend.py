@@ -74,7 +74,9 @@ class Kernel(Protocol):
         ...
 
     def launcher(self, problem: Problem) -> Launcher | None:
-        """What `bind(problem)` calls, for callers in C++; None where only Python can launch it."""
+        """What `bind(problem)` calls, for callers in C++; None where only Python can launch it. With K = 0 it takes an
+        address that is not 0 for A and B, such as D's, from which nothing is read.
+        """
         ...
 
     def capture(self, problem: Problem, operands: Addresses, scalars: Numbers) -> Captured:

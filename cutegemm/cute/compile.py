@@ -228,7 +228,7 @@ class CuteKernel:
 
     def launcher(self, problem: Problem) -> Launcher | None:
         self._load()
-        if self._address is None or problem.k == 0:
+        if self._address is None:
             return None
         words, parts = self.config.workspace_bytes(problem, self.arch)
         return Launcher(self._address, words, parts, self._behind_the_stream(problem, words + parts))

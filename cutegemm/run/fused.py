@@ -168,15 +168,17 @@ def launch_of(
     if launcher is None:
         return None
     nowhere, first, *more = (-1, 0), *((count + i, 0) for i in range(len(asked.shapes)))
+    # Empty operands have address 0, which a TMA descriptor must not hold although nothing is read.
+    a, b = ((0, 0), (1, 0)) if plan.problem.k else (first, first)
     terms = asked.terms
     addresses: tuple[tuple[int, int], ...]
     if terms is not None:
         c, bias = (nowhere if each is None else places[each] for each in (terms.c, terms.bias))
-        addresses = (0, 0), (1, 0), c, bias, first
+        addresses = a, b, c, bias, first
         scalars = [(numbers[each], 0.0) if each.__class__ is int else (-1, float(each)) for each in terms[:2]]
         assert terms._fields[:2] == Scalars._fields
     else:
-        addresses = (0, 0), (1, 0), nowhere, nowhere, first, *places.values(), *more
+        addresses = a, b, nowhere, nowhere, first, *places.values(), *more
         scalars = [*((-1, each) for each in _UNUSED), *((each, 0.0) for each in numbers.values())]
     dtypes = (torch_dtype(str(output.dtype)) for output in asked.program.outputs)
     addresses = *addresses[:5], *arrays, *addresses[5:]

@@ -191,7 +191,7 @@ class Call(NamedTuple):
         """What `cutegemm.native.install` takes: how the plan is launched, without Python where that can be."""
         asked: Any = self.request
         problem = asked.problem
-        if plan.kernel is None or plan.emulated:
+        if plan.kernel is None or plan.emulated or problem.k == 0:
             return None
         if asked.copies or asked.into_temporary or plan.preparations:
             return None

@@ -86,30 +86,32 @@ def test_both_ways_ask_for_one_launch(case, monkeypatch):
 
 FP8 = torch.float8_e4m3fn
 X = operand(32, 256, torch.bfloat16)
+SQUARE = operand(32, 32, torch.bfloat16)
 VALUES, ROWS, BLOCKS = X.to(FP8), torch.ones(32, 1), torch.ones(32, 2)
-BYTES: dict[str, Callable[[], Any]] = {
+KINDS: dict[str, Callable[[], Any]] = {
     "rows": lambda: cutegemm.quantize(X, FP8),
     "blocks": lambda: cutegemm.quantize(X, FP8, "blocks"),
     "a given scale": lambda: cutegemm.quantize(X, FP8, scale=ROWS),
     "scales of rows": lambda: cutegemm.gemm(VALUES, VALUES.t(), scale_a=ROWS, scale_b=ROWS.t(), bias=ROWS[:, 0]),
     "scales of blocks": lambda: cutegemm.gemm(VALUES, VALUES.t(), scale_a=BLOCKS, scale_b=torch.ones(2, 1)),
+    "no k": lambda: cutegemm.gemm(X[:, :0], X[:, :0].t(), epilogue=lambda acc, x: acc + x * x, operands=(SQUARE,)),
 }
 
 
-@pytest.mark.parametrize("case", BYTES)
-def test_both_ways_ask_for_one_launch_in_8_bits(case, monkeypatch):
+@pytest.mark.parametrize("case", KINDS)
+def test_both_ways_ask_for_one_launch_of_other_kinds(case, monkeypatch):
     monkeypatch.setenv("CUTEGEMM_WINNERS", "off")
     taken = []
     for in_cpp in (False, True):
         hosts.clear()
         with host_stub.on_cpu(LinkedKernel, in_cpp=in_cpp):
             dropping.append(True)
-            BYTES[case]()
+            KINDS[case]()
             dropping.clear()
             (host,) = hosts
             from_python.clear()
             with recording(host.module) as recorded:
-                BYTES[case]()
+                KINDS[case]()
             assert len(from_python) == (not in_cpp)
             assert not recorded.problems
             (launch,) = recorded.operations

@@ -67,7 +67,17 @@ struct ToProgram {
 
   bool describe(const at::Tensor& a_, const at::Tensor& b_) {
     device = a_.device().index();
-    return cutegemm::describe(a_, a) && add(b_, b);
+    return describe_factor(a_, a) && describe_factor(b_, b) && b_.device().index() == device;
+  }
+
+  // Also of K = 0, where the epilogue is all that is computed: of tensors without elements nothing is read.
+  static bool describe_factor(const at::Tensor& tensor, Matrix& made) {
+    if (tensor.numel() != 0) return cutegemm::describe(tensor, made);
+    if (!is_plain(tensor) || tensor.dim() > 3) return false;
+    made.dim = static_cast<int>(tensor.dim());
+    for (int i = 0; i < made.dim; ++i) made.sizes[i] = tensor.size(i), made.strides[i] = tensor.stride(i);
+    made.dtype = tensor.scalar_type();
+    return true;
   }
 
   bool add(const at::Tensor& tensor, Matrix& matrix) const {

@@ -120,9 +120,9 @@ def _promotion(config: HopperConfig, signature: Signature) -> dict[str, Any]:
     """`Footprint.promoted`, `exposed` and `scaled`.
 
     Twins hide a promotion. Without them nothing hides it where one warpgroup multiplies at a time (a CTA with one, or
-    ping-pong). Else the other warpgroups multiply meanwhile, but for the share `OTHERS_WAIT` (`HALF_WAITS` and
-    `HALF_OF_ROWS_WAITS` with half).
-    Scales that the consumers load (with half) cost 3 to 7 % there, which is left out: no other tile is near.
+    ping-pong). Else the other warpgroups multiply meanwhile, but for the share `OTHERS_WAIT` (with half `HALF_WAITS`
+    or `HALF_OF_ROWS_WAITS`). Scales that the consumers load (with half) cost 3 to 7 % there, which is left out: no
+    other tile is near.
     """
     every = promotion.interval(config, signature)
     if not every:

@@ -16,7 +16,9 @@ from tuning import cli, suites
 def add_options(made: argparse.ArgumentParser) -> None:
     """The options that `products` and `ways` read."""
     made.add_argument("--shapes", help="MxNxK, or one number for a square product; comma-separated")
-    made.add_argument("--entries", help=f"products in groups of suite `moe`, as {next(iter(_entries()))!r}; likewise")
+    made.add_argument(
+        "--entries", help=f"products in groups of suite `moe`, comma-separated, such as {next(iter(_entries()))!r}"
+    )
     made.add_argument("--config", action="append", default=[], help="a configuration to run too; repeatable")
     made.add_argument("--dtype", default="bf16", choices=("bf16", "fp16"))
     made.add_argument("--majors", default="tn", choices=("tn", "tt", "nn", "nt"), help="of A and B, of --shapes alone")

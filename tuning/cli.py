@@ -7,7 +7,7 @@ import os
 import re
 import select
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tuning import suites
@@ -87,7 +87,7 @@ def _backends(text: str) -> list[str]:
     return names
 
 
-def configurations(texts: Sequence[str]) -> list[Any]:
+def configurations(texts: Iterable[str]) -> list[Any]:
     """What `--config` names, of backend "cute". Raises ValueError naming the option and what a text should be."""
     from cutegemm import backend
 

@@ -33,6 +33,7 @@ from cutegemm.problem import DTYPES, PRECISIONS
 from cutegemm.problem.dtypes import ITEMSIZE, PRODUCTS
 from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
 from cutegemm.problem.grouped_request import MOST_GROUPS
+from cutegemm.problem.work import DENSE
 from cutegemm.tuner.budget import MOST_HELP
 from cutegemm.tuner.timer import GpuProcess, TimerBroken
 from tuning import cli, suites
@@ -236,9 +237,13 @@ def main(arguments: list[str] | None = None) -> int:
             # The GPU's process imports torch while this one does.
             options.gpus = options.gpus or _own_gpu()
             early = None if dry or options.gpus != "0" else stack.enter_context(_first_gpu())
-            wanted, options.config = problems(options), cli.configurations(options.config)
-            if options.config and options.backends != ["cute"]:
-                raise ValueError("--config: it names configurations of cute; leave --backends out")
+            wanted, options.config = problems(options), cli.configurations(dict.fromkeys(options.config))
+            _refuse_beside_config(options)
+            if options.emulate and any(each.work != DENSE for each in wanted):
+                raise ValueError(
+                    "--emulate: got products in groups, accepted are dense ones; in a clone of the repository "
+                    "`python -m tests.fuzz_groups` emulates groups"
+                )
             if dry:
                 return _without_gpu(wanted, options)
             return _on_gpus(wanted, options, early, stack)
@@ -247,6 +252,13 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     except ValueError as why:
         made.error(str(why))
+
+
+def _refuse_beside_config(options: argparse.Namespace) -> None:
+    """Raises ValueError for an option that does not go with configurations that are named."""
+    given = {"--backends": options.backends != ["cute"], "--resume": options.resume, "--exhaustive": options.exhaustive}
+    if options.config and (refused := [name for name, value in given.items() if value]):
+        raise ValueError(f"--config: got it with {refused[0]}; what it names, of backend cute, is all that is tried")
 
 
 def _ranker(configs: Sequence[TileConfig]) -> Ranker | None:
@@ -265,6 +277,12 @@ def _ranker(configs: Sequence[TileConfig]) -> Ranker | None:
         return found
 
     return valid if configs else None
+
+
+def _why_none(problem: Problem, arch: Arch, options: argparse.Namespace) -> str:
+    from cutegemm.tuner.space import why_none
+
+    return "none of those named is valid" if options.config else why_none(problem, arch, options.backends)
 
 
 def _limit(options: argparse.Namespace) -> int:
@@ -294,7 +312,6 @@ def _on_gpus(wanted: list[Problem], options: argparse.Namespace, early: object, 
     from cutegemm.tuner import run as sweep_run
     from cutegemm.tuner.compile_pool import CompilePool, default_jobs
     from cutegemm.tuner.search import Options
-    from cutegemm.tuner.space import why_none
     from cutegemm.winners import Winners
 
     count = torch.cuda.device_count()
@@ -348,7 +365,7 @@ def _on_gpus(wanted: list[Problem], options: argparse.Namespace, early: object, 
     if outcomes:
         print(report.table(outcomes, arch))
         for none in (each.problem for each in outcomes if each.searched and not each.enumerated):
-            print(f"{none}: no valid configuration; {why_none(none, arch, options.backends)}")
+            print(f"{none}: no valid configuration; {_why_none(none, arch, options)}")
     left = len(wanted) - len(outcomes)
     if left:
         print(f"{left} of {len(wanted)} problems were not begun")
@@ -385,7 +402,7 @@ def _without_gpu(wanted: list[Problem], options: argparse.Namespace) -> int:
     from cutegemm.hardware import arch as arch_table
     from cutegemm.run.progress import Bars
     from cutegemm.tuner.compile_pool import CompilePool
-    from cutegemm.tuner.space import enumerate_all, why_none
+    from cutegemm.tuner.space import enumerate_all
     from tuning import sweep_dry
 
     arch: Arch = arch_table.get(options.arch)
@@ -396,7 +413,7 @@ def _without_gpu(wanted: list[Problem], options: argparse.Namespace) -> int:
             candidates = enumerate_all(problem, arch, options.backends, _ranker(options.config))
             print(f"{problem} on {arch.name}: {len(candidates)} valid configurations")
             if not candidates:
-                print(why_none(problem, arch, options.backends))
+                print(_why_none(problem, arch, options))
             with Bars() as bars:
                 tell = lambda done, total, bars=bars: bars.show("", f"{done}/{total}", done, total)  # noqa: E731
                 if options.compile_only:

@@ -61,7 +61,7 @@ def show(store: Winners, options: argparse.Namespace) -> int:
             "" if not row.seconds or _flops(row) is None else f"{(_flops(row) or 0) / row.seconds * 1e-12:.1f}",
             "" if row.ratio is None else f"{row.ratio:.3f}",
             f"{row.kind} {row.method}".strip(),
-            row.verdict if len(row.verdict) < 60 else row.verdict[:57] + "...", trust(row), row.measured_at[:16],
+            _shown(row.verdict), trust(row), _shown(row.measured_at[:16]),
         )
         for row in rows
     ]  # fmt: skip
@@ -78,6 +78,12 @@ def show(store: Winners, options: argparse.Namespace) -> int:
             "rows; the next sweep of the shape times them again."
         )
     return 0
+
+
+def _shown(text: str) -> str:
+    """At most 60 characters, none of which does anything to a terminal."""
+    short = text if len(text) < 60 else text[:57] + "..."
+    return "".join(each if each.isprintable() else "?" for each in short)
 
 
 def export(store: Winners, options: argparse.Namespace) -> int:

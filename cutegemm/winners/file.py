@@ -281,6 +281,7 @@ def _salvage(path: Path) -> list[tuple]:
     rows: list[tuple] = []
     for columns in (COLUMNS, _SECOND_SCHEMA, _FIRST_SCHEMA):
         with contextlib.suppress(sqlite3.Error, UnicodeDecodeError), contextlib.closing(_connect(path)) as connection:
+            connection.execute("PRAGMA writable_schema = ON")  # else a file is refused that is shorter than it says
             found = connection.execute(f"SELECT {', '.join(columns)} FROM measurement NOT INDEXED")
             for row in found:
                 rows.append((*row, *_SINCE[len(columns) - len(_FIRST_SCHEMA) :]))

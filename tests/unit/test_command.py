@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from cutegemm.native import build
+from cutegemm.winners import Measurement, Winners
 from tests.unit.conftest import SHIPPED
 from tuning import command, explain
 
@@ -84,6 +85,16 @@ def test_a_file_that_is_no_store_is_left_alone(arguments, tmp_path, capsys):
     assert "which is no winners store" in capsys.readouterr().err
     assert [each.name for each in tmp_path.iterdir()] == ["table.json"]
     assert command.main(["winners", "list", "--no-shipped", "--store", str(tmp_path / "new")]) == 0
+
+
+def test_a_list_does_nothing_to_the_terminal(tmp_path, capsys):
+    store = Winners(tmp_path / "w.sqlite3")
+    problem = "64x64x64 bf16->bf16/ieee/ak16/bk16/c0/d16/alpha*acc"
+    store.record(Measurement("H200", 132, problem, "cute", "sm80/x", "f", None, "wrong: \x1b[31m\n"))
+    assert command.main(["winners", "list", "--all", "--no-shipped", "--store", str(store.path)]) == 0
+    said = capsys.readouterr().out
+    assert "wrong: ?[31m?" in said
+    assert "\x1b" not in said
 
 
 def test_the_installed_script_is_this_command():

@@ -83,7 +83,10 @@ def test_what_is_asked():
         (("--moe", "--batch", "2"), "--moe: got it with --batch"),
         (("--moe", "--precision", "tf32"), "fp32"),
         (("--shapes", "64", "--config", "sm90/what"), "--config: got 'sm90/what'"),
-        (("--shapes", "64", "--config", NAMED[0], "--backends", "legacy"), "leave --backends out"),
+        (("--shapes", "64", "--config", NAMED[0], "--backends", "legacy"), "--config: got it with --backends"),
+        (("--shapes", "64", "--config", NAMED[0], "--resume"), "--config: got it with --resume"),
+        (("--shapes", "64", "--work", "ragged_m", "--emulate"), "--emulate: got products in groups"),
+        (("--moe", "--emulate"), "--emulate: got products in groups"),
     ],
 )
 def test_bad_arguments_are_named(arguments, complaint, capsys):
@@ -185,6 +188,8 @@ def test_configurations_that_are_named_are_tried_and_no_others(monkeypatch, caps
     assert Winners(tmp_path / "w.sqlite3").best("H200", 132, str(Problem.of(512, 512, 512))).config == NAMED[1]
     assert sweep.main(["--shapes", "512", "--compile-only", "--arch", "H200", "--budget", "0.01", *asked]) in (0, 1)
     assert "2 valid configurations" in capsys.readouterr().out
+    assert sweep.main(["--shapes", "512", "--compile-only", "--budget", "0.01", "--config", NAMED[2]]) == 1
+    assert "none of those named is valid" in capsys.readouterr().out
 
 
 def test_a_promise_that_no_kernel_uses_is_swept_as_none(monkeypatch, capsys, tmp_path):

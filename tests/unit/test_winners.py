@@ -141,17 +141,20 @@ def test_a_file_of_another_shape_is_not_used(store, script):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [(b"tablemeasurementmeasurement", b"tablemeas\xb7rementmeasurement"), (b"CREATE TABLE", b"CRE\xb7TE TABLE")],
+    ("before", "after", "kept"),
+    [
+        (b"tablemeasurementmeasurement", b"tablemeas\xb7rementmeasurement", ["before"]),
+        (b"CREATE TABLE", b"CRE\xb7TE TABLE", []),
+    ],
 )
-def test_a_damaged_schema_whose_bytes_are_no_text_is_set_aside(store, before, after):
+def test_a_damaged_schema_whose_bytes_are_no_text_is_set_aside(store, before, after, kept):
     store.record(row("before"))
     assert before in store.path.read_bytes()
     store.path.write_bytes(store.path.read_bytes().replace(before, after))
     with pytest.warns(WinnersWarning, match="cannot be read"):
-        assert Winners(store.path).rows() == []
+        assert [each.config for each in Winners(store.path).rows()] == kept
     store.record(row("after"))
-    assert [each.config for each in Winners(store.path).rows()] == ["after"]
+    assert [each.config for each in Winners(store.path).rows()] == [*kept, "after"]
     assert len(list(store.path.parent.glob("*.damaged-*"))) == 1
 
 
@@ -200,6 +203,19 @@ def test_what_can_be_read_of_a_damaged_file_is_kept(store):
     store.record(row("after"))
     assert len(store.rows()) == len(found) + 1
     assert len(list(store.path.parent.glob("*.damaged-*"))) == 1
+
+
+def test_the_rows_of_a_file_that_was_cut_are_kept(store):
+    """SQLite refuses a file that is shorter than its header says."""
+    store.record(*(row(f"c{number}", float(number + 1), verdict="ok" + "." * 200) for number in range(300)))
+    whole = store.path.read_bytes()
+    page = int.from_bytes(whole[16:18], "big")
+    assert len(whole) > 8 * page
+    store.path.write_bytes(whole[: len(whole) // 2 // page * page])
+    with pytest.warns(WinnersWarning, match="rows that could be read"):
+        kept = Winners(store.path).rows()
+    assert 50 < len(kept) < 300
+    assert {each.config for each in kept} <= {f"c{number}" for number in range(300)}
 
 
 def test_processes_that_meet_a_damaged_file_keep_what_each_writes(tmp_path):

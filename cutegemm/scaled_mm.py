@@ -9,11 +9,12 @@ import torch
 
 from cutegemm.gemm import gemm
 from cutegemm.problem import request
-from cutegemm.problem.dtypes import ACCEPTED, dtype_name
+from cutegemm.problem.dtypes import ACCEPTED, DTYPES, torch_dtype
 from cutegemm.problem.quantization import BLOCK
 
 PADDED_TO = 4
 """torch pads the blocks along K of 128 x 128 scales to a multiple of this."""
+_OUTPUTS = tuple(map(torch_dtype, DTYPES))
 MULTIPLIED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 CONTRACTED = ((1, 0), (-1, 0), (1, -2), (-1, -2))
 """The dimensions of K, counted from either end."""
@@ -82,7 +83,7 @@ def scaled_mm(
         raise TypeError(f"use_fast_accum: got {request.shown(use_fast_accum)}, accepted are True and False")
     if output_dtype is not None and not isinstance(output_dtype, torch.dtype):
         raise TypeError(f"output_dtype: got {request.shown(output_dtype)}, expected a torch.dtype, or None")
-    if output_dtype is not None and dtype_name(output_dtype) is None:
+    if output_dtype is not None and output_dtype not in _OUTPUTS:
         raise TypeError(f"output_dtype: got {output_dtype}, accepted are {ACCEPTED}")
     for name, swizzle in (("swizzle_a", swizzle_a), ("swizzle_b", swizzle_b)):
         swizzle = _single(name, swizzle)

@@ -467,3 +467,16 @@ def test_kernels_refuse_sums_of_int8_that_int32_may_not_hold():
     assert cute.supports(Problem.of(64, 64, 131056, "int8", out_dtype="fp32"), gpu) is None
     assert cute.supports(Problem.of(64, 64, k, "int8"), gpu) is None
     assert "accepted is K up to 131071" in cute.supports(Problem.of(64, 64, k, "int8", out_dtype="fp32"), gpu)
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_torchs_call_compiles_without_a_warning():
+    torch.compiler.reset()
+    a, b = torch.randn(16, 32).to(torch.float8_e4m3fn), torch.randn(16, 32).to(torch.float8_e4m3fn).t()
+    kind = torch.nn.functional.ScalingType.TensorWise
+
+    def call(a, b):
+        one = torch.ones(())
+        return cutegemm.scaled_mm(a, b, one, kind, one, kind, output_dtype=torch.float32)
+
+    assert torch.equal(torch.compile(call, backend="eager", fullgraph=True)(a, b), a.float() @ b.float())

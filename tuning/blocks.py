@@ -13,7 +13,8 @@ same after `replace_linears`, `constant` (decoding only) after `replace_linears(
 A variant's results must be as close to those of the blocks in float32 as torch's are, within a factor of two; those of
 variants in fp8 as the blocks in float32 are whose linears round their operands to fp8.
 Variants take turns in alternating order; a round is a number of steps between two CUDA events, so that eager figures
-hold the host's time. A round lasts 0.1 s; where steps last a millisecond or more, 2 s, and there are three at most.
+hold the host's time. A round lasts 0.1 s. Where a step lasts a millisecond or more, a round lasts 2 s, and there are at
+most three.
 Ratios are to `torch`, above 1 is faster; their spread is the middle half of the rounds'.
 """
 
@@ -39,8 +40,8 @@ from tuning.bench_report import ratios_text, short_text
 
 TORCH, FP8, FP8_CONSTANT, MLPS, FP8_MLPS = "torch", "fp8", "fp8-constant", "mlps", "fp8-mlps"
 ROUND_SECONDS, LONG_US = 0.1, 1000.0
-"""Of a round, and of a step from which on products bring the card to its power limit, so that a round lasts as long as
-a block of large products (`timing`)."""
+"""Seconds of a round; microseconds of a step from which on the card runs into its power limit. Rounds of such steps
+last as long as blocks of large products (`timing`)."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ HEAT_BLOCK_SECONDS, SHORT_BLOCK_SECONDS = 0.04, 0.3
 """A candidate's block at the power limit: in a heat, and in a final that has no time for longer ones. The latter are
 some 3 % off, each way."""
 FINALISTS = 4
-"""As many at the power limit at least, if their blocks may have a whole swing of the clock."""
+"""Candidates of a final at the power limit, at least, if their blocks are to have a whole swing of the clock."""
 SURE_SEEDS = 2
 """Seeds, from the first on, that no quick timing keeps from the halving."""
 REFERENCES, DISTURBED = 5, 1.08

@@ -7,8 +7,8 @@ The method and its reasons:
 - A graph holds the calls as any program captures them, workspaces and all: what is timed is what a user gets.
 - Inputs rotate through enough sets to pass three times the L2 cache; one CUDA graph holds the calls of a round, so
   that launch gaps stay out.
-- Up to 1e11 flop a round is a few milliseconds. Beyond, the card runs into its power limit. What holds it there lets
-  the clock swing by some 3 % each way, with a period of 0.85 s on an H200. So a block of a candidate lasts two such
+- Up to 1e11 flop a round is a few milliseconds. Beyond, the card runs into its power limit. Its regulator lets the
+  clock swing by some 3 % each way there, with a period of 0.85 s on an H200. So a block of a candidate lasts two such
   periods: two blocks of the same kernel then differ by less than 1 %, mostly by 0.3, and blocks of 0.3 s by up to 6 %.
 """
 
@@ -35,7 +35,7 @@ whole swing of the clock."""
 UNSETTLED = 0.2
 """The share of such a block that does not count: the power is still that of the candidate before."""
 MOST_BLOCKS = 3
-"""Of a candidate."""
+"""Such blocks of a candidate, at most."""
 ROUND_SECONDS = 0.004
 
 

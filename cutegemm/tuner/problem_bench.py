@@ -36,7 +36,7 @@ from cutegemm.tuner.child import Fatal
 from cutegemm.tuner.poison import OTHER, Guarded, holding
 from cutegemm.tuner.spread import Seconds, order_of_round
 from cutegemm.tuner.timer import TORCH
-from cutegemm.tuner.timing import ROUND_SECONDS, Lane, capture_stream, rotation
+from cutegemm.tuner.timing import ROUND_SECONDS, Lane, capture_stream, pause, rotation
 
 INT8_SPREAD = 40.0
 """Standard deviation of int8 operands, about that of quantized ones."""
@@ -192,8 +192,9 @@ class Bench:
 
     def time(self, keys: Sequence[Key], rounds: int, block_seconds: float) -> dict[Key, Seconds]:
         """Seconds a call: the median over rounds in which each has one block, after a warm-up. Rounds follow the orders
-        of `spread.order_of_round`.
+        of `spread.order_of_round`. Blocks of one replay have the pause of `timing.pause` before them.
         """
+        rest = 0.0 if block_seconds else pause(self.problem.flops)
         wanted: list[Key] = [TORCH, *keys]
         lanes = {key: self._lane(key) for key in wanted}
         samples: dict[Key, list[float]] = {key: [] for key in wanted}
@@ -204,6 +205,7 @@ class Bench:
                 lane.block()
         for number in range(rounds):
             for key in order_of_round(wanted, number):
+                time.sleep(rest)
                 samples[key].append(lanes[key].block(block_seconds))
         return {key: Seconds([us * 1e-6 for us in values]) for key, values in samples.items()}
 

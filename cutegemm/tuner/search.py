@@ -8,7 +8,8 @@
    them, in the final. Products at the power limit need long blocks there (`timing` says why); short ones are only good
    enough to say who may be the best. So all who may be go straight to the final, as many as there is time for blocks
    that have a whole swing of the clock. How much time that is depends on what is left of the budget and on what a
-   launch costs (`Plan`).
+   launch costs (`halving.Plan`). Products of 1e10 to 1e11 flop reach the power limit only when they run for a while;
+   their finalists are timed at full clock and in long blocks, and the mean of both ratios decides.
 
 Every measurement is in the store before the next is begun. The search ends by its budget, when nothing is left, or
 when many candidates in a row have brought nothing. The budget's clock is `budget`'s: it starts when the problem
@@ -25,10 +26,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from cutegemm.tuner.budget import MOST_WAITED, Budget
+from cutegemm.tuner.halving import STEADY_ROUNDS, Plan
 from cutegemm.tuner.space import Candidate, Frontier
-from cutegemm.tuner.spread import METHOD, STEADY
+from cutegemm.tuner.spread import BOTH, METHOD, STEADY, middle
 from cutegemm.tuner.timer import TORCH, Timer, TimerBroken, TimerLost
-from cutegemm.tuner.timing import BLOCK_SECONDS, PERIOD_SECONDS, SUSTAINED_FLOPS
+from cutegemm.tuner.timing import PERIOD_SECONDS, SUSTAINED_FLOPS
 from cutegemm.winners import Measurement, Winners
 from cutegemm.winners.fingerprint import fingerprint
 
@@ -38,18 +40,12 @@ if TYPE_CHECKING:
 
 SLOW_SECONDS, SLOW_FACTOR = 0.02, 4.0
 """A launch this long and this much slower than torch is left at its first measurement."""
-FINAL_SECONDS, STEADY_SECONDS = 5.2, 20.0
-"""What the halving may always take, if the budget has it; the second at the power limit, where half of the budget is
-left for it at most."""
 SOON = 10.0
 """The halving of a search that comes to it sooner may go on until so many seconds after its begin."""
 HOPELESS = 1.5
 """A backend whose cheapest candidate is estimated so many times the winner's measured time need not be tried."""
-HEAT_BLOCK_SECONDS, SHORT_BLOCK_SECONDS = 0.04, 0.3
-"""A candidate's block at the power limit: in a heat, and in a final that has no time for longer ones. The latter are
-some 3 % off, each way."""
-FINALISTS = 4
-"""Candidates of a final at the power limit, at least, if their blocks are to have a whole swing of the clock."""
+HEAT_BLOCK_SECONDS = 0.04
+"""A candidate's block at the power limit, in a heat."""
 SURE_SEEDS = 2
 """Seeds, from the first on, that no quick timing keeps from the halving."""
 REFERENCES, DISTURBED = 5, 1.08
@@ -78,66 +74,6 @@ class Options:
     known_patience: int = 32
     heat: int = 8
     resume: bool = False
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Sizes and rounds of the halving.
-
-    semifinalists, finalists: at most. near: share above the best score that still gets in, beyond the `sure` best that
-    always do. block: seconds of one of a round; 0 is one replay of a graph. lasts: what it really takes, about.
-    """
-
-    semifinalists: int
-    semifinal_rounds: int
-    finalists: int
-    final_rounds: int
-    sure: int
-    near: float
-    block: float
-    lasts: float
-
-    @classmethod
-    def of(cls, problem: Problem, seconds: float = FINAL_SECONDS, launch: float = 0.0) -> Plan:
-        """What there is time for.
-
-        At the power limit the final has the candidates that may be the best, if two rounds each are left for them.
-
-        Args:
-            seconds: that the halving may take. launch: seconds of one by torch.
-        """
-        if problem.flops <= SUSTAINED_FLOPS:
-            return cls(14, 7, 4, 21, sure=7, near=0.15, block=0.0, lasts=max(0.006, launch))
-        most, block = 0, 0.0
-        for block, least in ((PERIOD_SECONDS, FINALISTS), (SHORT_BLOCK_SECONDS, 2)):
-            most = int((seconds / max(block, launch) - 1) / 2) - 1
-            if most >= least:
-                break
-        most = max(2, most)
-        return cls(most, 0, most, 3, sure=FINALISTS, near=0.06, block=block, lasts=max(block, launch))
-
-    def stretched(self, finalists: int, seconds: float) -> Plan:
-        """The same with blocks as long as two rounds of so many finalists and torch leave time for."""
-        if not self.block:
-            return self
-        block = min(BLOCK_SECONDS, max(self.block, seconds / (2 * (finalists + 1) + 1)))
-        return replace(self, block=block, lasts=max(self.lasts, block))
-
-    def seconds(self, candidates: int, rounds: int) -> float:
-        """What so many rounds of candidates and torch take, with the warm-up."""
-        return ((candidates + 1) * rounds + 1) * self.lasts
-
-    def rounds(self, candidates: int, seconds: float) -> int:
-        """Of a final that may take so long; one at least."""
-        return min(self.final_rounds, max(1, int((seconds / self.lasts - 1) / (candidates + 1) + 1e-9)))
-
-    @property
-    def reserve(self) -> float:
-        """What exploring leaves of the budget."""
-        if self.block:
-            return STEADY_SECONDS + 1.0
-        semifinal = self.seconds(self.semifinalists, self.semifinal_rounds)
-        return semifinal + self.seconds(self.finalists, self.final_rounds) + 1.0
 
 
 @dataclass(frozen=True)
@@ -273,17 +209,17 @@ class Search:
         return min(Plan.of(self.problem).reserve, self.options.budget / 2)
 
     def _remember(self) -> bool:
-        """Takes over what was measured with today's kernels; True when there is nothing left to do. Where there is time
-        for long blocks, a final of short ones decides nothing.
+        """Takes over what was measured with today's kernels; True when there is nothing left to do. A final decides
+        nothing where there is time for a surer one.
         """
         arch = self._timer.arch
-        finals, surer = 0, Plan.of(self.problem, self._reserve()).block >= PERIOD_SECONDS
+        finals, best = 0, Plan.of(self.problem, self._reserve()).method(self._reserve())
         for row in self._store.rows(str(self.problem)):
             candidate = self._known.get((row.backend, row.config))
             fresh = (row.gpu, row.sm_count) == (arch.name, arch.sm_count) and row.kind != "family"
             if candidate is None or not fresh or row.fingerprint != fingerprint(row.backend, row.config):
                 continue
-            kind = "quick" if surer and row.method != STEADY else row.kind
+            kind = "quick" if best != METHOD and row.method != best else row.kind
             result = Result(candidate, row.verdict, row.seconds, row.reference_seconds, kind, row.method)
             before = self.outcome.results.get(candidate.key)
             if before is None or not result.ok or kind == "final" or before.kind != "final":
@@ -394,8 +330,7 @@ class Search:
             self._save(*(replace(r, reference_seconds=judged) for r in results if r.reference_seconds != judged))
 
     def _halve(self, begun: float, deadline: float) -> None:
-        needed = STEADY_SECONDS if self._sustained else FINAL_SECONDS
-        end = min(deadline, max(begun + SOON, self._clock() + needed))
+        end = min(deadline, max(begun + SOON, self._clock() + Plan.of(self.problem).needed))
         plan = Plan.of(self.problem, end - self._clock(), self.outcome.reference_seconds or 0.0)
         chosen = self._near_best(plan)
         least = plan.seconds(len(chosen), plan.semifinal_rounds) + plan.seconds(plan.finalists, 1)
@@ -413,12 +348,33 @@ class Search:
         self._report("final", self.outcome)
         left = end - self._clock()
         plan = plan.stretched(len(finalists), left)
-        rounds = plan.rounds(len(finalists), left)
-        for _, timed in self._time(finalists, rounds, plan.block, "final", deadline):
+        steady = plan.steady_seconds(len(finalists))
+        twice = plan.twice and steady + plan.seconds(len(finalists), plan.semifinal_rounds) <= left
+        rounds = plan.rounds(len(finalists), left - steady if twice else left)
+        for _, timed in self._time(finalists, rounds, plan.block, "quick" if twice else "final", deadline):
             for candidate in timed:
                 check = self._timer.check(candidate, CHECK_SECONDS)  # once more: a race may have spared the first run
                 if check.verdict != "ok":
                     self._save(Result(candidate, check.verdict))
+        if twice:
+            self._time_steadily(finalists)
+
+    def _time_steadily(self, finalists: Sequence[Candidate]) -> None:
+        """Times finalists of short rounds in long blocks, too: others may be the fastest at the power limit than at
+        full clock, and programs run a product in either state.
+        """
+        short = [result for c in finalists if (result := self.outcome.results[c.key]).ok]
+        if not short:
+            return
+        try:
+            times = self._timer.time([result.candidate for result in short], STEADY_ROUNDS, PERIOD_SECONDS)
+        except TimerLost:
+            self._save(*(replace(result, kind="final") for result in short))
+            return
+        for result in short:
+            seconds = middle(result.seconds or 0.0, times[result.candidate.key])
+            reference = middle(result.reference_seconds or 0.0, times[TORCH])
+            self._save(replace(result, seconds=seconds, reference_seconds=reference, kind="final", method=BOTH))
 
     def _ranked(self) -> list[Result]:
         return sorted((r for r in self.outcome.results.values() if r.ok), key=lambda result: result.score)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-METHOD, STEADY = "captured", "captured, long blocks"
+METHOD, STEADY, BOTH = "captured", "captured, long blocks", "captured, short rounds and long blocks"
 """How the tuner and the benchmarks time today: the captured call that a user gets, the second in blocks that have a
-whole swing of the clock at the power limit (`timing`). A row of the winners table without such a note is older: its
-graphs borrowed a workspace that was cleared already, and its candidates took turns in one direction, A B C, B C A, ...
+whole swing of the clock at the power limit (`timing`), the third in both ways: its times are `middle` ones. A row of
+the winners table without such a note is older: its graphs borrowed a workspace that was cleared already, and its
+candidates took turns in one direction, A B C, B C A, ...
 """
 
 
@@ -64,6 +66,11 @@ class Seconds(float):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Seconds, (self.samples,)
+
+
+def middle(first: float, second: float) -> float:
+    """The geometric mean of two times, so that a ratio of middles is the middle of the ratios."""
+    return math.sqrt(first * second)
 
 
 def spread_of(ours: float, theirs: float) -> Spread | None:

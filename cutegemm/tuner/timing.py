@@ -10,6 +10,8 @@ The method and its reasons:
 - Up to 1e11 flop a round is a few milliseconds. Beyond, the card runs into its power limit. Its regulator lets the
   clock swing by some 3 % each way there, with a period of 0.85 s on an H200. So a block of a candidate lasts two such
   periods: two blocks of the same kernel then differ by less than 1 %, mostly by 0.3, and blocks of 0.3 s by up to 6 %.
+- From 1e10 flop on, rounds that follow each other bring the card to its power limit, too, after some dozens of them. So
+  a pause before each lets the clock recover: every round is at full clock.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ UNSETTLED = 0.2
 MOST_BLOCKS = 3
 """Such blocks of a candidate, at most."""
 ROUND_SECONDS = 0.004
+PAUSED_FLOPS, PAUSE_SECONDS = 1e10, 0.02
+"""Of more flop than these and up to `SUSTAINED_FLOPS`, a round has such a pause before it."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,11 @@ def rotation(bytes_per_set: int, l2_bytes: int, most: int = 512) -> int:
     return max(1, min(most, -(-3 * l2_bytes // max(bytes_per_set, 1))))
 
 
+def pause(flops: float) -> float:
+    """Seconds before a short round of a product of so many flop."""
+    return PAUSE_SECONDS if PAUSED_FLOPS < flops <= SUSTAINED_FLOPS else 0.0
+
+
 def interleaved(candidates: Mapping[str, Sequence[Call]], flops: float, rounds: int = 9) -> dict[str, Timing]:
     """Times every candidate, a round of each in turn, in the orders of `order_of_round`.
 
@@ -82,6 +91,7 @@ def interleaved(candidates: Mapping[str, Sequence[Call]], flops: float, rounds: 
         lane.block(block)
     for number in range(min(rounds, MOST_BLOCKS) if sustained else rounds):
         for name in order_of_round(list(lanes), number):
+            time.sleep(pause(flops))
             samples[name].append(lanes[name].block(block))
     return {
         name: Timing(statistics.median(values), min(values), max(values), len(values), tuple(values))

@@ -22,7 +22,7 @@ class Measurement:
     timed. verdict: "ok", or what was wrong: "wrong: ...", "failed to compile: ...", "failed to run: ...".
     measured_at: UTC, ISO. kind: one of `KINDS`. reference_seconds: what torch (cuBLAS) took in the same rounds, or
     None. origin: "own", "imported", or "shipped" with a remark when it is stale. method: how the times were taken:
-    `tuner.spread.METHOD` or `STEADY`, or "" in rows of the time before methods were noted.
+    `tuner.spread.METHOD`, `STEADY` or `BOTH`, or "" in rows of the time before methods were noted.
     """
 
     gpu: str

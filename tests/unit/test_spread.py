@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 
+from cutegemm.problem import Problem
 from cutegemm.tuner import timing
 from cutegemm.tuner.problem_bench import Bench
 from cutegemm.tuner.spread import METHOD, Seconds, Spread, order_of_round, spread, spread_of
@@ -75,6 +76,34 @@ def test_large_products_are_timed_in_a_few_long_blocks(monkeypatch):
     assert found["ours"].samples == (3.0,) * timing.MOST_BLOCKS
 
 
+@pytest.mark.parametrize(("flops", "pauses"), [(1e10, False), (2e10, True), (1e11, True), (1.01e11, False)])
+def test_short_rounds_of_products_that_could_reach_the_power_limit_have_a_pause_before_them(flops, pauses, monkeypatch):
+    """Each of them, for bench and tuner alike; long blocks have none."""
+    done = []
+
+    class Lane:
+        def __init__(self, *arguments):
+            pass
+
+        def block(self, seconds=0.0):
+            done.append("block")
+            return 3.0
+
+    monkeypatch.setattr(timing, "Lane", Lane)
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: done.append(seconds))
+    timing.interleaved({"torch": [print], "ours": [print]}, flops, rounds=2)
+    rest = timing.PAUSE_SECONDS if pauses else 0.0
+    warm_up = 1 if flops > timing.SUSTAINED_FLOPS else 2
+    assert done == ["block"] * warm_up + [rest, "block"] * 4
+    bench = object.__new__(Bench)
+    bench.problem = Problem.of(1000, 1000, int(flops / 2e6))
+    monkeypatch.setattr(bench, "_lane", Lane, raising=False)
+    for block_seconds, expected in ((0.0, rest), (timing.PERIOD_SECONDS, 0.0)):
+        done.clear()
+        bench.time([("cute", "x")], 1, block_seconds)
+        assert [what for what in done if what != "block"] == [expected] * 2
+
+
 def test_a_block_of_whole_swings_has_their_mean_and_a_shorter_one_the_median_of_its_second_half():
     swings = [90.0] * 20 + [1.0, 2.0, 3.0, 2.0] * 20
     assert timing.typical(swings, timing.BLOCK_SECONDS) == timing.typical(swings, timing.PERIOD_SECONDS) == 2.0
@@ -94,6 +123,7 @@ def test_the_tuner_takes_turns_in_the_same_way(monkeypatch):
             return 2.0
 
     bench = object.__new__(Bench)
+    bench.problem = Problem.of(512, 512, 512)
     monkeypatch.setattr(bench, "_lane", Lane, raising=False)
     times = bench.time([("cute", "x")], 4, 0.0)
     torch, ours = ("torch", ""), ("cute", "x")

@@ -7,12 +7,16 @@ import random
 import pytest
 
 from cutegemm.problem import Problem
-from cutegemm.tuner.search import HEAT_BLOCK_SECONDS, SHORT_BLOCK_SECONDS, STEADY_SECONDS, Options, Plan
+from cutegemm.tuner.halving import SHORT_BLOCK_SECONDS, STEADY_ROUNDS, STEADY_SECONDS, Plan
+from cutegemm.tuner.search import HEAT_BLOCK_SECONDS, Options
+from cutegemm.tuner.spread import BOTH, METHOD
 from cutegemm.tuner.timer import TORCH, TimerLost
-from cutegemm.tuner.timing import BLOCK_SECONDS
+from cutegemm.tuner.timing import BLOCK_SECONDS, PERIOD_SECONDS
 from tests.tuning_fakes import PROBLEM, Clock, FakeCompiler, FakeTimer, search, space
 
 LARGE = Problem.of(8192, 8192, 8192)
+BETWEEN = Problem.of(2048, 2048, 2048)
+"""Repeated without a pause it reaches the power limit."""
 
 
 def final_of(timer: FakeTimer) -> tuple[int, int, float]:
@@ -93,6 +97,63 @@ def test_a_launch_that_lasts_longer_than_a_block_gets_fewer_rounds(store):
     assert (slow.finalists, slow.stretched(2, STEADY_SECONDS).rounds(2, STEADY_SECONDS)) == (2, 1)
     assert Plan.of(LARGE, STEADY_SECONDS).finalists == 7
     assert Plan.of(LARGE, 60.0).stretched(4, 60.0).block == BLOCK_SECONDS
+
+
+class TwoStates(FakeTimer):
+    """At the power limit, in long blocks, candidates take other times."""
+
+    def __init__(self, seconds, limited, breaks=False, **options):
+        super().__init__(seconds, **options)
+        self.limited, self.broken = limited, breaks
+
+    def time(self, candidates, rounds, block_seconds):
+        times = super().time(candidates, rounds, block_seconds)
+        if block_seconds < PERIOD_SECONDS:
+            return times
+        if self.broken:
+            raise TimerLost("the process died")
+        return {key: 1.5 * seconds * self.limited.get(key, 1.0) for key, seconds in times.items()}
+
+
+def two_states(store, budget=60.0, **options):
+    """The first is 3 % faster than torch at full clock, and 4 % slower at the power limit; the second neither."""
+    first, second, *_ = candidates = space(6)
+    times = {c.key: 1.1e-3 for c in candidates} | {first.key: 0.97e-3, second.key: 1e-3}
+    clock = Clock()
+    timer = TwoStates(times, {first.key: 1.04 / 0.97}, clock=clock, torch=1e-3, **options)
+    found = search(candidates, timer, store, problem=BETWEEN, options=Options(budget), clock=clock).run()
+    assert found.elapsed <= budget + 0.5
+    return found, timer, (first, second)
+
+
+def test_a_product_between_is_chosen_by_its_ratios_at_full_clock_and_at_the_power_limit(store):
+    found, timer, (first, second) = two_states(store)
+    assert found.winner is not None
+    assert found.winner.candidate == second
+    assert timer.timed[-1][1:] == (STEADY_ROUNDS, PERIOD_SECONDS)
+    finals = [row for row in store.rows() if row.kind == "final"]
+    assert {row.method for row in finals} == {BOTH}
+    by_config = {row.config: row for row in finals}
+    assert by_config[second.text].ratio == pytest.approx(1.0)
+    assert by_config[first.text].ratio == pytest.approx((1 / 0.97 / 1.04) ** 0.5)
+    assert by_config[second.text].seconds == pytest.approx(1e-3 * 1.5**0.5)
+
+
+@pytest.mark.parametrize("options", [{"budget": 9.0}, {"breaks": True}])
+def test_without_long_blocks_its_final_is_that_of_short_rounds(store, options):
+    """There is no time for them, or the GPU's process dies in them."""
+    found, _, (first, _) = two_states(store, **options)
+    assert found.winner is not None
+    assert (found.winner.candidate, found.winner.kind) == (first, "final")
+    assert {row.method for row in store.rows()} == {METHOD}
+
+
+def test_resume_has_another_final_of_a_product_between_where_there_is_time_for_both(store):
+    two_states(store, budget=9.0)
+    for budget, ended in ((9.0, "resumed"), (60.0, "done"), (60.0, "resumed"), (9.0, "resumed")):
+        timer = FakeTimer({}, torch=1e-3)
+        found = search(space(6), timer, store, problem=BETWEEN, options=Options(budget, resume=True)).run()
+        assert (found.ended, bool(timer.timed)) == (ended, ended == "done")
 
 
 class Disturbed(FakeTimer):

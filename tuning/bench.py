@@ -245,6 +245,10 @@ def _parser() -> argparse.ArgumentParser:
         "--rounds", type=cli.count, default=ROUNDS, help=f"measured rounds (default {ROUNDS}); of products over 1e11 "
         f"flop {timing.MOST_BLOCKS} at most"
     )  # fmt: skip
+    how.add_argument(
+        "--sustained", action="store_true", help="products of 1e10 to 1e11 flop, too, in long blocks at the power "
+        "limit, in place of short rounds at full clock"
+    )  # fmt: skip
     how.add_argument("--jobs", type=int, help="compile processes; by default a core each, as many as memory holds")
     how.add_argument("--cublas-kernels", action="store_true", help="name the kernels that cuBLAS picked")
     how.add_argument("--host", action="store_true", help="host cost of an eager call instead")
@@ -253,6 +257,12 @@ def _parser() -> argparse.ArgumentParser:
     into.add_argument("--csv", metavar="FILE")
     into.add_argument("--plot", metavar="FILE", help="TFLOP/s over size, ratios, roofline (needs matplotlib)")
     return parser
+
+
+def _timer(sustained: bool) -> Timer:
+    return functools.partial(
+        timing.interleaved, sustained_from=timing.PAUSED_FLOPS if sustained else timing.SUSTAINED_FLOPS
+    )
 
 
 def _providers(options: argparse.Namespace) -> list[Provider]:
@@ -299,7 +309,7 @@ def main(arguments: list[str] | None = None) -> int:
         bench_report.write(results, header, vars(options), json_path=options.json, csv_path=options.csv)
 
     results, whole = run(
-        asked, providers, arch, rounds=options.rounds, keep=keep,
+        asked, providers, arch, rounds=options.rounds, keep=keep, timer=_timer(options.sustained),
         say=lambda text: print(text, file=sys.stderr, flush=True),
     )  # fmt: skip
     header["after"] = timing.gpu_state()

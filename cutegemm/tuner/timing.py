@@ -71,19 +71,23 @@ def pause(flops: float) -> float:
     return PAUSE_SECONDS if PAUSED_FLOPS < flops <= SUSTAINED_FLOPS else 0.0
 
 
-def interleaved(candidates: Mapping[str, Sequence[Call]], flops: float, rounds: int = 9) -> dict[str, Timing]:
+def interleaved(
+    candidates: Mapping[str, Sequence[Call]], flops: float, rounds: int = 9, sustained_from: float = SUSTAINED_FLOPS
+) -> dict[str, Timing]:
     """Times every candidate, a round of each in turn, in the orders of `order_of_round`.
 
     Args:
         candidates: name -> one call per input set; each enqueues work on the current stream.
-        flops: of one call; decides between short rounds and sustained blocks.
+        flops: of one call; decides between short rounds and sustained blocks, which those of more than `sustained_from`
+            have.
         rounds: measured rounds, after a warm-up. At least 7 for a figure that is quoted; of sustained blocks three are
             enough.
 
     Returns:
         name -> `Timing`, in the order given.
     """
-    sustained = flops > SUSTAINED_FLOPS
+    sustained = flops > sustained_from
+    rest = 0.0 if sustained else pause(flops)
     block = BLOCK_SECONDS if sustained else 0.0
     lanes = {name: Lane(calls, 0.02 if sustained else ROUND_SECONDS) for name, calls in candidates.items()}
     samples: dict[str, list[float]] = {name: [] for name in candidates}
@@ -91,7 +95,7 @@ def interleaved(candidates: Mapping[str, Sequence[Call]], flops: float, rounds: 
         lane.block(block)
     for number in range(min(rounds, MOST_BLOCKS) if sustained else rounds):
         for name in order_of_round(list(lanes), number):
-            time.sleep(pause(flops))
+            time.sleep(rest)
             samples[name].append(lanes[name].block(block))
     return {
         name: Timing(statistics.median(values), min(values), max(values), len(values), tuple(values))

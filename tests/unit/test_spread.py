@@ -16,7 +16,7 @@ from cutegemm.tuner.problem_bench import Bench
 from cutegemm.tuner.spread import METHOD, Seconds, Spread, order_of_round, spread, spread_of
 from cutegemm.winners import Measurement, Winners, table
 from tests.tuning_fakes import PROBLEM, FakeCompiler, FakeTimer, space
-from tuning import bench_report, contest
+from tuning import bench, bench_report, contest
 
 
 def test_two_take_turns_in_alternating_order():
@@ -74,6 +74,12 @@ def test_large_products_are_timed_in_a_few_long_blocks(monkeypatch):
     assert "".join(name for name, _ in asked) == "t" + "to" + "ot" + "to"
     assert {seconds for _, seconds in asked} == {timing.BLOCK_SECONDS}
     assert found["ours"].samples == (3.0,) * timing.MOST_BLOCKS
+    asked.clear()
+    bench._timer(sustained=True)({"torch": [lambda: "t"]}, 2 * timing.PAUSED_FLOPS, 2)
+    assert asked == [("t", timing.BLOCK_SECONDS)] * 3
+    asked.clear()
+    bench._timer(sustained=False)({"torch": [lambda: "t"]}, 2 * timing.PAUSED_FLOPS, 2)
+    assert asked == [("t", 0.0)] * 3
 
 
 @pytest.mark.parametrize(("flops", "pauses"), [(1e10, False), (2e10, True), (1e11, True), (1.01e11, False)])

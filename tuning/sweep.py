@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
         type=cli.seconds,
         default=60.0,
         help="time for each shape: 60s (the default), 2m, 1h; products over "
-        f"1e11 flop need 40s for a sure final; {MOST_HELP}",
+        f"1e10 flop need 40s for a sure final; {MOST_HELP}",
     )
     search.add_argument(
         "--config", action="append", default=[], help="a configuration of cute to try; repeatable. Nothing else is "

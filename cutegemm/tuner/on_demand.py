@@ -29,8 +29,9 @@ _met: set[tuple[str, int, str]] = set()
 class Tuned:
     """What a search found for a problem.
 
-    backend, config: the winner, and `gemm`'s choice from now on. seconds: per launch. ratio: speed over cuBLAS's
-    product in the same rounds. tried: configurations measured or refused. enumerated: valid ones.
+    backend, config: the winner, and `gemm`'s choice from now on. seconds: per launch; of a product that was timed at
+    full clock and at the power limit (`tuner.timing`) the geometric mean of both. ratio: speed over cuBLAS's product in
+    the same rounds. tried: configurations measured or refused. enumerated: valid ones.
     """
 
     backend: str

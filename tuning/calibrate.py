@@ -50,6 +50,7 @@ from cutegemm.hardware.arch import Arch
 from cutegemm.hardware.roofline import roofline
 from cutegemm.problem import Problem
 from cutegemm.problem import text as problem_text
+from cutegemm.winners.row import BOTH
 from cutegemm.winners.rules import why_invalid
 from tuning import cli, random_shapes
 
@@ -142,7 +143,9 @@ def _from_json(text: str, arch: Arch) -> list[Sample]:
 
 def read_sweep(shape: Mapping[str, Any]) -> list[Sample]:
     """The samples of one shape of a sweep's JSON, see the module docstring."""
-    rows = [row for row in shape["results"] if row.get("seconds") and row["verdict"] == "ok"]
+    rows = [
+        row for row in shape["results"] if row.get("seconds") and row["verdict"] == "ok" and row.get("method") != BOTH
+    ]
     torch = [row["torch_seconds"] for row in rows if row.get("torch_seconds")]
     if not torch:
         return []
@@ -184,11 +187,12 @@ def from_measurements(rows: Iterable[Measurement], arch: Arch) -> list[Sample]:
     """The samples of winners' rows: right ones of that GPU, of problems that contiguous aligned tensors have.
 
     Each in units of torch's time taken with it, see the module docstring, or as it is where torch was not timed. A
-    quick row of a long product is of a burst.
+    quick row of a long product is of a burst. Means of two states of the card (`BOTH`) are no samples.
     """
     by_problem: dict[str, list[Measurement]] = {}
     for row in rows:
-        if row.ok and (row.gpu, row.sm_count) == (arch.name, arch.sm_count) and why_invalid(row) is None:
+        usable = row.ok and row.method != BOTH and (row.gpu, row.sm_count) == (arch.name, arch.sm_count)
+        if usable and why_invalid(row) is None:
             by_problem.setdefault(row.problem, []).append(row)
     samples = []
     for text, found in by_problem.items():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cutegemm.tuner.spread import BOTH, METHOD, STEADY
 from cutegemm.tuner.timing import BLOCK_SECONDS, PERIOD_SECONDS, SUSTAINED_FLOPS, pause
+from cutegemm.winners.row import BOTH, METHOD, SHORT, STEADY
 
 if TYPE_CHECKING:
     from cutegemm.problem import Problem
@@ -18,8 +18,9 @@ SHORT_BLOCK_SECONDS = 0.3
 """A candidate's block in a final at the power limit that has no time for longer ones: some 3 % off, each way."""
 FINALISTS = 4
 """Candidates of a final at the power limit, at least, if their blocks are to have a whole swing of the clock."""
-STEADY_ROUNDS = 2
-"""Long blocks of a finalist that has short rounds, too."""
+STEADY_ROUNDS, STEADY_STRETCH = 2, 1.2
+"""Long blocks of a finalist that has short rounds, too, and how much longer than asked for one lasts: its replays are
+counted at full clock."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,10 @@ class Plan:
             seconds: that the halving may take. launch: seconds of one by torch.
         """
         if problem.flops <= SUSTAINED_FLOPS:
-            rest = pause(problem.flops)
-            return cls(14, 7, 4, 21, sure=7, near=0.15, block=0.0, lasts=max(0.006, launch) + rest, twice=rest > 0)
+            lasts, rest = max(0.006, launch), pause(problem.flops)
+            if rest:
+                return cls(14, 5, 4, 9, sure=7, near=0.15, block=0.0, lasts=lasts + rest, twice=True)
+            return cls(14, 7, 4, 21, sure=7, near=0.15, block=0.0, lasts=lasts)
         most, block = 0, 0.0
         for block, least in ((PERIOD_SECONDS, FINALISTS), (SHORT_BLOCK_SECONDS, 2)):
             most = int((seconds / max(block, launch) - 1) / 2) - 1
@@ -78,24 +81,34 @@ class Plan:
 
     def steady_seconds(self, finalists: int) -> float:
         """What long blocks take behind a final of short rounds; 0 where there are none."""
-        return ((finalists + 1) * STEADY_ROUNDS + 1) * PERIOD_SECONDS if self.twice else 0.0
+        blocks = (finalists + 1) * STEADY_ROUNDS + 1
+        return blocks * PERIOD_SECONDS * STEADY_STRETCH if self.twice else 0.0
 
     @property
     def needed(self) -> float:
         """What the halving may always take, if the budget has it."""
         return STEADY_SECONDS if self.block else FINAL_SECONDS + self.steady_seconds(self.finalists)
 
-    @property
-    def reserve(self) -> float:
-        """What exploring leaves of the budget."""
+    def reserve(self, budget: float) -> float:
+        """What exploring leaves of a budget, half of it at most."""
         if self.block:
-            return STEADY_SECONDS + 1.0
-        semifinal = self.seconds(self.semifinalists, self.semifinal_rounds)
-        final = self.seconds(self.finalists, self.final_rounds) + self.steady_seconds(self.finalists)
-        return semifinal + final + 1.0
+            return min(STEADY_SECONDS + 1.0, budget / 2)
+        return self._whole if self._has_both(budget) else min(self._short, budget / 2)
 
-    def method(self, reserve: float) -> str:
-        """How a final is timed that is left so many seconds."""
-        if self.block >= PERIOD_SECONDS:
-            return STEADY
-        return BOTH if self.twice and reserve >= self.reserve else METHOD
+    def method(self, budget: float) -> str:
+        """How a final is timed that such a budget leaves time for."""
+        if self.twice:
+            return BOTH if self._has_both(budget) else SHORT
+        return STEADY if self.block >= PERIOD_SECONDS else METHOD
+
+    def _has_both(self, budget: float) -> bool:
+        return self.twice and self._whole <= budget / 2
+
+    @property
+    def _short(self) -> float:
+        rounds = self.seconds(self.semifinalists, self.semifinal_rounds)
+        return rounds + self.seconds(self.finalists, self.final_rounds) + 1.0
+
+    @property
+    def _whole(self) -> float:
+        return self._short + self.steady_seconds(self.finalists)

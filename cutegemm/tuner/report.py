@@ -146,6 +146,7 @@ def as_json(outcomes: Sequence[Outcome], arch: Arch, header: dict[str, Any]) -> 
             "kind": result.kind,
             "seconds": result.seconds,
             "torch_seconds": result.reference_seconds,
+            "method": result.method,
         }
 
     shapes = [

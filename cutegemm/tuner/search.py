@@ -21,18 +21,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from cutegemm.tuner.budget import MOST_WAITED, Budget
 from cutegemm.tuner.halving import STEADY_ROUNDS, Plan
 from cutegemm.tuner.space import Candidate, Frontier
-from cutegemm.tuner.spread import BOTH, METHOD, STEADY, middle
+from cutegemm.tuner.spread import middle
 from cutegemm.tuner.timer import TORCH, Timer, TimerBroken, TimerLost
-from cutegemm.tuner.timing import PERIOD_SECONDS, SUSTAINED_FLOPS
+from cutegemm.tuner.timing import PERIOD_SECONDS, SUSTAINED_FLOPS, pause
 from cutegemm.winners import Measurement, Winners
 from cutegemm.winners.fingerprint import fingerprint
+from cutegemm.winners.row import BOTH, METHOD, SHORT, STEADY, sureness
 
 if TYPE_CHECKING:
     from cutegemm.problem import Problem
@@ -53,6 +54,8 @@ REFERENCES, DISTURBED = 5, 1.08
 first and the last can be, was disturbed (the clock had gone to sleep, say)."""
 CHECK_SECONDS = 30.0
 """A candidate that runs longer than this is taken to hang."""
+LATE = 1.0
+"""Seconds by which long blocks behind short rounds may come to an end too late, if these took longer than planned."""
 STARTING = "waiting for a compile worker"
 """The phase in which the budget's clock stands still."""
 
@@ -122,9 +125,9 @@ class Outcome:
 
     @property
     def ranking(self) -> list[Result]:
-        """Right and timed candidates, finalists first, fastest first."""
+        """Right and timed candidates, finalists of the surest method first, then fastest first."""
         right = [result for result in self.results.values() if result.ok]
-        return sorted(right, key=lambda result: (result.kind != "final", result.score))
+        return sorted(right, key=lambda result: (-sureness(result.kind, result.method), result.score))
 
     @property
     def winner(self) -> Result | None:
@@ -206,20 +209,21 @@ class Search:
 
     def _reserve(self) -> float:
         """Seconds of the budget that exploring leaves."""
-        return min(Plan.of(self.problem).reserve, self.options.budget / 2)
+        return Plan.of(self.problem).reserve(self.options.budget)
 
     def _remember(self) -> bool:
         """Takes over what was measured with today's kernels; True when there is nothing left to do. A final decides
         nothing where there is time for a surer one.
         """
         arch = self._timer.arch
-        finals, best = 0, Plan.of(self.problem, self._reserve()).method(self._reserve())
+        method = Plan.of(self.problem, self._reserve()).method(self.options.budget)
+        finals, best = 0, sureness("final", method if method != METHOD else "")
         for row in self._store.rows(str(self.problem)):
             candidate = self._known.get((row.backend, row.config))
             fresh = (row.gpu, row.sm_count) == (arch.name, arch.sm_count) and row.kind != "family"
             if candidate is None or not fresh or row.fingerprint != fingerprint(row.backend, row.config):
                 continue
-            kind = "quick" if best != METHOD and row.method != best else row.kind
+            kind = "quick" if sureness(row.kind, row.method) < best else row.kind
             result = Result(candidate, row.verdict, row.seconds, row.reference_seconds, kind, row.method)
             before = self.outcome.results.get(candidate.key)
             if before is None or not result.ok or kind == "final" or before.kind != "final":
@@ -351,30 +355,17 @@ class Search:
         steady = plan.steady_seconds(len(finalists))
         twice = plan.twice and steady + plan.seconds(len(finalists), plan.semifinal_rounds) <= left
         rounds = plan.rounds(len(finalists), left - steady if twice else left)
-        for _, timed in self._time(finalists, rounds, plan.block, "quick" if twice else "final", deadline):
-            for candidate in timed:
-                check = self._timer.check(candidate, CHECK_SECONDS)  # once more: a race may have spared the first run
-                if check.verdict != "ok":
-                    self._save(Result(candidate, check.verdict))
-        if twice:
-            self._time_steadily(finalists)
-
-    def _time_steadily(self, finalists: Sequence[Candidate]) -> None:
-        """Times finalists of short rounds in long blocks, too: others may be the fastest at the power limit than at
-        full clock, and programs run a product in either state.
-        """
-        short = [result for c in finalists if (result := self.outcome.results[c.key]).ok]
-        if not short:
-            return
-        try:
-            times = self._timer.time([result.candidate for result in short], STEADY_ROUNDS, PERIOD_SECONDS)
-        except TimerLost:
-            self._save(*(replace(result, kind="final") for result in short))
-            return
-        for result in short:
-            seconds = middle(result.seconds or 0.0, times[result.candidate.key])
-            reference = middle(result.reference_seconds or 0.0, times[TORCH])
-            self._save(replace(result, seconds=seconds, reference_seconds=reference, kind="final", method=BOTH))
+        timed = [c for _, met in self._time(finalists, rounds, plan.block, "final", deadline) for c in met]
+        if twice and timed and not self._stopped() and end - self._clock() > plan.steady_seconds(len(timed)) - LATE:
+            # At the power limit others may be the fastest, and programs run a product in either state.
+            short = {candidate.key: self.outcome.results[candidate.key] for candidate in timed}
+            self._time(timed, STEADY_ROUNDS, PERIOD_SECONDS, "final", deadline, short)
+        for candidate in timed:
+            if not self.outcome.results[candidate.key].ok:
+                continue
+            check = self._timer.check(candidate, CHECK_SECONDS)  # once more: a race may have spared the first run
+            if check.verdict != "ok":
+                self._save(Result(candidate, check.verdict))
 
     def _ranked(self) -> list[Result]:
         return sorted((r for r in self.outcome.results.values() if r.ok), key=lambda result: result.score)
@@ -392,10 +383,12 @@ class Search:
         ]  # fmt: skip
 
     def _time(
-        self, candidates: Sequence[Candidate], rounds: int, block: float, kind: str, deadline: float
-    ) -> list[tuple[float, Sequence[Candidate]]]:
+        self, candidates: Sequence[Candidate], rounds: int, block: float, kind: str, deadline: float,
+        first: Mapping[tuple[str, str], Result] | None = None,
+    ) -> list[tuple[float, Sequence[Candidate]]]:  # fmt: skip
         """Times candidates together and saves the results; those that break the timer are found out one by one, as long
-        as there is time: who was not timed again then is not blamed.
+        as there is time: who was not timed again then is not blamed. With the results of short rounds, `first`, the
+        means of these and of the new ones are saved.
 
         Returns torch's seconds with the candidates timed together with it: once, or for each candidate timed alone.
         """
@@ -412,11 +405,24 @@ class Search:
             for candidate in candidates:
                 if self._clock() >= deadline or self._stopped():
                     break
-                found += self._time([candidate], rounds, block, kind, deadline)
+                found += self._time([candidate], rounds, block, kind, deadline, first)
             return found
-        method = STEADY if block >= PERIOD_SECONDS else METHOD
-        self._save(*(Result(c, "ok", times[c.key], times[TORCH], kind, method) for c in candidates))
+        self._save(*(self._timed(c, times, block, kind, first) for c in candidates))
         return [(times[TORCH], candidates)]
+
+    def _timed(
+        self, candidate: Candidate, times: Mapping[tuple[str, str], float], block: float, kind: str,
+        first: Mapping[tuple[str, str], Result] | None,
+    ) -> Result:  # fmt: skip
+        seconds, reference = times[candidate.key], times[TORCH]
+        if first is not None:
+            short = first[candidate.key]
+            assert short.seconds is not None
+            assert short.reference_seconds is not None
+            seconds, reference = middle(short.seconds, seconds), middle(short.reference_seconds, reference)
+            return Result(candidate, "ok", seconds, reference, kind, BOTH)
+        method = STEADY if block >= PERIOD_SECONDS else SHORT if pause(self.problem.flops) else METHOD
+        return Result(candidate, "ok", seconds, reference, kind, method)
 
     def _time_torch(self, rounds: int, block: float) -> None:
         """Raises TimerBroken when torch alone cannot be timed: then no candidate is to blame."""

@@ -323,7 +323,9 @@ def _outcome(problem: Problem, said: dict[str, Any], rows: Sequence[Measurement]
             continue
         before = results.get(candidate.key)
         if before is None or row.kind == "final" or before.kind != "final":
-            results[candidate.key] = Result(candidate, row.verdict, row.seconds, row.reference_seconds, row.kind)
+            results[candidate.key] = Result(
+                candidate, row.verdict, row.seconds, row.reference_seconds, row.kind, row.method
+            )
     reference = next((row.reference_seconds for row in reversed(rows) if row.reference_seconds), None)
     return Outcome(
         problem, int(said["enumerated"]), results, reference, float(said["elapsed"]), float(said["waited"]),

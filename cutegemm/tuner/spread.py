@@ -9,13 +9,6 @@ from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-METHOD, STEADY, BOTH = "captured", "captured, long blocks", "captured, short rounds and long blocks"
-"""How the tuner and the benchmarks time today: the captured call that a user gets, the second in blocks that have a
-whole swing of the clock at the power limit (`timing`), the third in both ways: its times are `middle` ones. A row of
-the winners table without such a note is older: its graphs borrowed a workspace that was cleared already, and its
-candidates took turns in one direction, A B C, B C A, ...
-"""
-
 
 def order_of_round(names: Sequence[T], number: int) -> list[T]:
     """Who is timed after whom in round `number`: the order is reversed from round to round (A B, B A, A B, ...), and of

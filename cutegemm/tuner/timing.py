@@ -10,8 +10,8 @@ The method and its reasons:
 - Up to 1e11 flop a round is a few milliseconds. Beyond, the card runs into its power limit. Its regulator lets the
   clock swing by some 3 % each way there, with a period of 0.85 s on an H200. So a block of a candidate lasts two such
   periods: two blocks of the same kernel then differ by less than 1 %, mostly by 0.3, and blocks of 0.3 s by up to 6 %.
-- From 1e10 flop on, rounds that follow each other bring the card to its power limit, too, after some dozens of them. So
-  a pause before each lets the clock recover: every round is at full clock.
+- Some dozens of rounds of a product of 1e10 flop or more, one behind the other, bring the card to its power limit, too.
+  So a pause before each lets the clock recover: every round is at full clock.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ MOST_BLOCKS = 3
 ROUND_SECONDS = 0.004
 PAUSED_FLOPS, PAUSE_SECONDS = 1e10, 0.02
 """Of more flop than these and up to `SUSTAINED_FLOPS`, a round has such a pause before it."""
+SETTLE_SECONDS = 0.3
+"""Before short rounds: what ran before, a reference in float64 for one, may have brought the clock down."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ def interleaved(
     block = BLOCK_SECONDS if sustained else 0.0
     lanes = {name: Lane(calls, 0.02 if sustained else ROUND_SECONDS) for name, calls in candidates.items()}
     samples: dict[str, list[float]] = {name: [] for name in candidates}
+    if not sustained:
+        time.sleep(SETTLE_SECONDS)
     for lane in list(lanes.values())[: 1 if sustained else None]:  # one brings the card to its power limit
         lane.block(block)
     for number in range(min(rounds, MOST_BLOCKS) if sustained else rounds):

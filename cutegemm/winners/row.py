@@ -13,6 +13,17 @@ STALE_ORIGIN = "shipped, measured with other kernel sources"
 """`Measurement.origin` of a winner from a shipped table that is stale."""
 
 
+METHOD, SHORT = "captured", "captured, short rounds"
+STEADY, BOTH = "captured, long blocks", "captured, short rounds and long blocks"
+METHODS = ("", METHOD, SHORT, STEADY, BOTH)
+"""How times are taken, the surer the later. METHOD: the captured call that a user gets, in rounds of a graph each.
+SHORT: the same with a pause before each round, so that the card is at full clock. STEADY: in blocks that have a whole
+swing of the clock at the power limit (`tuner.timing`). BOTH: in the last two ways, each time the geometric mean of the
+two. Rows without a note are older: their graphs borrowed a workspace that was cleared already, and their candidates
+took turns in one direction, A B C, B C A, ...
+"""
+
+
 @dataclass(frozen=True)
 class Measurement:
     """One row.
@@ -21,8 +32,8 @@ class Measurement:
     fingerprint: of kernel sources and compiler, see `fingerprint`. seconds: per launch, None when it was not
     timed. verdict: "ok", or what was wrong: "wrong: ...", "failed to compile: ...", "failed to run: ...".
     measured_at: UTC, ISO. kind: one of `KINDS`. reference_seconds: what torch (cuBLAS) took in the same rounds, or
-    None. origin: "own", "imported", or "shipped" with a remark when it is stale. method: how the times were taken:
-    `tuner.spread.METHOD`, `STEADY` or `BOTH`, or "" in rows of the time before methods were noted.
+    None. origin: "own", "imported", or "shipped" with a remark when it is stale. method: how the times were taken, one
+    of `METHODS`. Those of `BOTH` are means of two states of the card, which no single run has.
     """
 
     gpu: str
@@ -49,11 +60,16 @@ class Measurement:
         return self.reference_seconds / self.seconds if self.reference_seconds and self.seconds else None
 
 
+def sureness(kind: str, method: str) -> int:
+    """How much a time says about who is fastest: finals by the place of their method in `METHODS`, all others 0."""
+    return 0 if kind != "final" else 1 + (METHODS.index(method) if method in METHODS else 0)
+
+
 def standing(rows: Iterable[Measurement]) -> list[Measurement]:
     """The right and timed row of each configuration that counts, from rows in the order they were made.
 
-    A configuration whose latest row is not "ok" has none: one found wrong later never wins. Else its latest final row
-    since it was last not ok counts, and without one its latest row.
+    A configuration whose latest row is not "ok" has none: one found wrong later never wins. Else the latest of its
+    surest final rows since it was last not ok counts, and without one its latest row.
     """
     counts: dict[tuple[str, str, str], Measurement | None] = {}
     for row in rows:
@@ -61,7 +77,7 @@ def standing(rows: Iterable[Measurement]) -> list[Measurement]:
         before = counts.get(key)
         if not row.ok:
             counts[key] = None
-        elif before is None or row.kind == "final" or before.kind != "final":
+        elif before is None or sureness(row.kind, row.method) >= sureness(before.kind, before.method):
             counts[key] = row
     return [row for row in counts.values() if row is not None]
 
@@ -69,12 +85,13 @@ def standing(rows: Iterable[Measurement]) -> list[Measurement]:
 def pick(rows: Iterable[Measurement]) -> Measurement | None:
     """The winner among rows of one problem on one GPU, in the order they were made.
 
-    Finalists of a sweep come before what was timed only once. Two rows that also have torch's time are compared by
-    their ratio to it, because clocks differ from day to day; otherwise by their seconds.
+    Finalists of a sweep come before what was timed only once, and those of a surer method before others, whose ratios
+    do not compare with theirs. Two rows that also have torch's time are compared by their ratio to it, because clocks
+    differ from day to day; otherwise by their seconds.
     """
     counted = standing(rows)
-    finals = [row for row in counted if row.kind == "final"]
-    counted = finals or counted
+    surest = max((sureness(row.kind, row.method) for row in counted), default=0)
+    counted = [row for row in counted if sureness(row.kind, row.method) == surest]
     if not counted:
         return None
     if all(row.ratio for row in counted):

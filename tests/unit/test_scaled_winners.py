@@ -12,10 +12,9 @@ from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.grouped_request import Sizes
 from cutegemm.problem.program.text import parse
 from cutegemm.pytorch import grouped_scaled
-from cutegemm.tuner.spread import METHOD
 from cutegemm.winners import Winners
 from cutegemm.winners.fingerprint import fingerprint
-from cutegemm.winners.row import Measurement
+from cutegemm.winners.row import METHOD, Measurement
 from tests.unit.scaled import scaled_problem
 from tuning import sweep
 

@@ -13,8 +13,9 @@ import pytest
 from cutegemm.problem import Problem
 from cutegemm.tuner import timing
 from cutegemm.tuner.problem_bench import Bench
-from cutegemm.tuner.spread import METHOD, Seconds, Spread, order_of_round, spread, spread_of
+from cutegemm.tuner.spread import Seconds, Spread, order_of_round, spread, spread_of
 from cutegemm.winners import Measurement, Winners, table
+from cutegemm.winners.row import METHOD
 from tests.tuning_fakes import PROBLEM, FakeCompiler, FakeTimer, space
 from tuning import bench, bench_report, contest
 
@@ -100,14 +101,15 @@ def test_short_rounds_of_products_that_could_reach_the_power_limit_have_a_pause_
     timing.interleaved({"torch": [print], "ours": [print]}, flops, rounds=2)
     rest = timing.PAUSE_SECONDS if pauses else 0.0
     warm_up = 1 if flops > timing.SUSTAINED_FLOPS else 2
-    assert done == ["block"] * warm_up + [rest, "block"] * 4
+    settled = [] if flops > timing.SUSTAINED_FLOPS else [timing.SETTLE_SECONDS]
+    assert done == settled + ["block"] * warm_up + [rest, "block"] * 4
     bench = object.__new__(Bench)
     bench.problem = Problem.of(1000, 1000, int(flops / 2e6))
     monkeypatch.setattr(bench, "_lane", Lane, raising=False)
     for block_seconds, expected in ((0.0, rest), (timing.PERIOD_SECONDS, 0.0)):
         done.clear()
         bench.time([("cute", "x")], 1, block_seconds)
-        assert [what for what in done if what != "block"] == [expected] * 2
+        assert done == ["block"] * (1 if block_seconds else 2) + [expected, "block"] * 2
 
 
 def test_a_block_of_whole_swings_has_their_mean_and_a_shorter_one_the_median_of_its_second_half():

@@ -7,11 +7,11 @@ import random
 import pytest
 
 from cutegemm.problem import Problem
-from cutegemm.tuner.halving import SHORT_BLOCK_SECONDS, STEADY_ROUNDS, STEADY_SECONDS, Plan
-from cutegemm.tuner.search import HEAT_BLOCK_SECONDS, Options
-from cutegemm.tuner.spread import BOTH, METHOD
+from cutegemm.tuner.halving import SHORT_BLOCK_SECONDS, STEADY_ROUNDS, STEADY_SECONDS, STEADY_STRETCH, Plan
+from cutegemm.tuner.search import HEAT_BLOCK_SECONDS, Options, Outcome, Result
 from cutegemm.tuner.timer import TORCH, TimerLost
 from cutegemm.tuner.timing import BLOCK_SECONDS, PERIOD_SECONDS
+from cutegemm.winners.row import BOTH, SHORT, pick
 from tests.tuning_fakes import PROBLEM, Clock, FakeCompiler, FakeTimer, search, space
 
 LARGE = Problem.of(8192, 8192, 8192)
@@ -100,60 +100,160 @@ def test_a_launch_that_lasts_longer_than_a_block_gets_fewer_rounds(store):
 
 
 class TwoStates(FakeTimer):
-    """At the power limit, in long blocks, candidates take other times."""
+    """As long as on a GPU: with the pause and the warm-up, and long blocks of replays that were counted at full clock.
 
-    def __init__(self, seconds, limited, breaks=False, **options):
+    limited: at the power limit, in long blocks, these candidates take so many times as long. breaks: those that kill
+    the process in long blocks, and recovery: the seconds that it then needs. during: called within a block, with its
+    seconds.
+    """
+
+    def __init__(self, seconds, limited=None, breaks=(), during=lambda block: None, recovery=0.0, **options):
         super().__init__(seconds, **options)
-        self.limited, self.broken = limited, breaks
+        self.limited, self.broken, self.during, self.recovery = limited or {}, set(breaks), during, recovery
 
     def time(self, candidates, rounds, block_seconds):
-        times = super().time(candidates, rounds, block_seconds)
-        if block_seconds < PERIOD_SECONDS:
+        limit = block_seconds >= PERIOD_SECONDS
+        costs, self._costs = self._costs, (self._costs[0], 0.026)
+        pretended = block_seconds * STEADY_STRETCH
+        self._pass((1 if limit else len(candidates) + 1) * max(0.026, pretended))  # the warm-up
+        times = super().time(candidates, rounds, pretended)
+        self._costs = costs
+        self.timed[-1] = (*self.timed[-1][:2], block_seconds)
+        self.during(block_seconds)
+        if not limit:
             return times
-        if self.broken:
+        if self.broken & {c.key for c in candidates}:
+            self._pass(self.recovery)
             raise TimerLost("the process died")
         return {key: 1.5 * seconds * self.limited.get(key, 1.0) for key, seconds in times.items()}
 
 
-def two_states(store, budget=60.0, **options):
+def two_states(store, budget=60.0, count=6, **options):
     """The first is 3 % faster than torch at full clock, and 4 % slower at the power limit; the second neither."""
-    first, second, *_ = candidates = space(6)
+    first, second, *_ = candidates = space(count)
     times = {c.key: 1.1e-3 for c in candidates} | {first.key: 0.97e-3, second.key: 1e-3}
     clock = Clock()
     timer = TwoStates(times, {first.key: 1.04 / 0.97}, clock=clock, torch=1e-3, **options)
-    found = search(candidates, timer, store, problem=BETWEEN, options=Options(budget), clock=clock).run()
-    assert found.elapsed <= budget + 0.5
-    return found, timer, (first, second)
+    asked = Options(budget, patience=None)
+    made = search(candidates, timer, store, problem=BETWEEN, options=asked, clock=clock)
+    return made, timer, (first, second)
+
+
+def finals(store):
+    return {row.config: row for row in store.rows() if row.kind == "final" and row.ok}
 
 
 def test_a_product_between_is_chosen_by_its_ratios_at_full_clock_and_at_the_power_limit(store):
-    found, timer, (first, second) = two_states(store)
+    made, timer, (first, second) = two_states(store)
+    found = made.run()
     assert found.winner is not None
     assert found.winner.candidate == second
     assert timer.timed[-1][1:] == (STEADY_ROUNDS, PERIOD_SECONDS)
-    finals = [row for row in store.rows() if row.kind == "final"]
-    assert {row.method for row in finals} == {BOTH}
-    by_config = {row.config: row for row in finals}
+    assert {row.method for row in store.rows() if row.kind == "quick"} == {SHORT}
+    by_config = finals(store)  # the later row of a configuration
+    assert {row.method for row in by_config.values()} == {BOTH}
     assert by_config[second.text].ratio == pytest.approx(1.0)
     assert by_config[first.text].ratio == pytest.approx((1 / 0.97 / 1.04) ** 0.5)
     assert by_config[second.text].seconds == pytest.approx(1e-3 * 1.5**0.5)
+    assert pick(store.rows()).config == second.text
 
 
-@pytest.mark.parametrize("options", [{"budget": 9.0}, {"breaks": True}])
-def test_without_long_blocks_its_final_is_that_of_short_rounds(store, options):
-    """There is no time for them, or the GPU's process dies in them."""
-    found, _, (first, _) = two_states(store, **options)
+@pytest.mark.parametrize("budget", [5.0, 9.0, 20.0, 30.0, 34.0, 37.0, 38.0, 40.0, 60.0])
+def test_a_budget_is_neither_exceeded_nor_left_for_what_never_comes(store, budget):
+    made, _, _ = two_states(store, budget, count=1500, costs=(0.2, 0.005))
+    found = made.run()
+    assert found.ended == "budget"
+    assert budget - 2.5 <= found.elapsed <= budget + 1.0
+    assert {row.method for row in finals(store).values()} == {BOTH if budget >= 38 else SHORT}
+
+
+def test_without_long_blocks_its_final_is_that_of_short_rounds(store):
+    made, _, (first, _) = two_states(store, budget=9.0)
+    found = made.run()
     assert found.winner is not None
     assert (found.winner.candidate, found.winner.kind) == (first, "final")
-    assert {row.method for row in store.rows()} == {METHOD}
+    assert {row.method for row in store.rows()} == {SHORT}
+
+
+def test_who_breaks_the_timer_in_long_blocks_does_not_win(store):
+    """Each is timed by itself then, and there is time for it."""
+    first = space(6)[0]
+    made, _, (_, second) = two_states(store, budget=200.0, breaks=[first.key])
+    found = made.run()
+    assert found.results[first.key].verdict.startswith("failed to run")
+    assert found.winner is not None
+    assert found.winner.candidate == second
+    assert finals(store)[second.text].method == BOTH
+
+
+def test_who_was_timed_in_both_ways_ranks_before_who_was_not():
+    short, both = (
+        Result(c, "ok", 1e-3, reference, "final", method)
+        for c, reference, method in zip(space(2), (1.2e-3, 1e-3), (SHORT, BOTH), strict=True)
+    )
+    outcome = Outcome(BETWEEN, 2, {result.candidate.key: result for result in (short, both)})
+    assert outcome.ranking == [both, short]
+
+
+def test_one_attempt_at_most_begins_before_the_budget_ends_and_ends_behind_it(store):
+    """The process has to be started again, twice, which takes 16 s."""
+    first = space(6)[0]
+    made, _, _ = two_states(store, budget=40.0, breaks=[first.key], recovery=16.0)
+    found = made.run()
+    assert found.elapsed <= 40.0 + 16.0 + 11 * PERIOD_SECONDS * STEADY_STRETCH
+    assert found.winner is not None
+    assert {row.method for row in store.rows() if row.ok} <= {SHORT, BOTH}
+
+
+def test_a_search_that_is_stopped_in_the_short_rounds_has_no_long_blocks(store):
+    made, timer, (first, _) = two_states(store)
+    timer.during = lambda block: stop.append(block) if timer.timed[-1][1] == Plan.of(BETWEEN).final_rounds else None
+    stop: list[float] = []
+    made._stopped = lambda: bool(stop)
+    found = made.run()
+    assert found.ended == "interrupted"
+    assert all(block == 0.0 for _, _, block in timer.timed)
+    assert finals(store)[first.text].method == SHORT
+
+
+def test_an_interrupt_in_long_blocks_leaves_the_final_of_short_rounds(store):
+    made, timer, (first, _) = two_states(store)
+
+    def during(block):
+        if block >= PERIOD_SECONDS:
+            raise KeyboardInterrupt
+
+    timer.during = during
+    assert made.run().ended == "interrupted"
+    assert finals(store)[first.text].method == SHORT
+    assert pick(store.rows()).config == first.text
+
+
+def test_a_finalist_that_is_wrong_the_second_time_does_not_win(store):
+    made, timer, (_, second) = two_states(store)
+    timer.during = lambda block: timer._wrong.update({second.key: "wrong: 3 elements"}) if block else None
+    found = made.run()
+    assert found.winner is not None
+    assert found.winner.candidate != second
+    assert found.results[second.key].verdict == "wrong: 3 elements"
 
 
 def test_resume_has_another_final_of_a_product_between_where_there_is_time_for_both(store):
-    two_states(store, budget=9.0)
+    two_states(store, budget=9.0)[0].run()
     for budget, ended in ((9.0, "resumed"), (60.0, "done"), (60.0, "resumed"), (9.0, "resumed")):
         timer = FakeTimer({}, torch=1e-3)
         found = search(space(6), timer, store, problem=BETWEEN, options=Options(budget, resume=True)).run()
         assert (found.ended, bool(timer.timed)) == (ended, ended == "done")
+
+
+def test_an_older_final_of_short_rounds_does_not_outdo_one_of_both(store):
+    """A sweep of 9 s, whose winner does not come into the final of the next one, and one of 9 s after that."""
+    for budget, torch, method, ratio in ((9.0, 1.2e-3, SHORT, 1.2), (60.0, 1e-3, BOTH, 1.0), (9.0, 1.2e-3, BOTH, 1.0)):
+        timer = TwoStates({c.key: 1e-3 for c in space(6)}, torch=torch, clock=Clock())
+        search(space(6), timer, store, problem=BETWEEN, options=Options(budget), clock=timer._clock).run()
+        decides = pick(store.rows())
+        assert decides is not None
+        assert (decides.method, decides.ratio) == (method, pytest.approx(ratio))
 
 
 class Disturbed(FakeTimer):

@@ -6,10 +6,10 @@ import pytest
 
 from cutegemm.problem import Problem
 from cutegemm.tuner.search import Options
-from cutegemm.tuner.spread import METHOD, STEADY
 from cutegemm.tuner.timer import TimerBroken, TimerLost
 from cutegemm.winners import Measurement, Winners
 from cutegemm.winners.fingerprint import fingerprint
+from cutegemm.winners.row import METHOD, STEADY
 from tests.tuning_fakes import H200, PROBLEM, Clock, FakeCompiler, FakeTimer, candidate, search, space
 
 

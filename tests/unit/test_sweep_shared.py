@@ -18,6 +18,7 @@ from cutegemm.tuner.search import Options, Outcome
 from cutegemm.tuner.shared import SharedClaims, StoreLost
 from cutegemm.winners import Measurement, Winners
 from cutegemm.winners.fingerprint import fingerprint
+from cutegemm.winners.row import BOTH
 from tests import sweep_ranks
 from tests.tuning_fakes import PROBLEM, FakeCompiler, FakeTimer, candidate
 from tests.waiting import PATIENCE, wait_until
@@ -121,12 +122,13 @@ def test_rows_of_others_are_added_once(tmp_path):
     assert '"rows"' in text
     assert "64x64x64" not in text  # a row of other kernels than today's
     today = fingerprint("cute", row.config)
-    fresh = replace(row, fingerprint=today, seconds=3e-6, reference_seconds=6e-6)
+    fresh = replace(row, fingerprint=today, seconds=3e-6, reference_seconds=6e-6, method=BOTH)
     there.record(fresh)
     messages = {0: shared.message_of(OUTCOME, there, "H200", 132)}
     for _ in range(2):
         (outcome,) = shared.gathered(messages, [PROBLEM], [], here)
         assert (outcome.winner.seconds, outcome.winner.reference_seconds) == (3e-6, 6e-6)
+        assert outcome.winner.method == BOTH
         assert [(each.seconds, each.origin) for each in here.rows()] == [(3e-6, "imported")]
     assert not shared.gathered({}, [PROBLEM], [], here)
     with pytest.raises(ValueError, match="another process calls it"):

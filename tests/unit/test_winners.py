@@ -15,6 +15,7 @@ import pytest
 
 from cutegemm.winners import Measurement, Winners, WinnersWarning, default_path, pick, standing
 from cutegemm.winners import file as winners_file
+from cutegemm.winners.row import BOTH, METHOD, METHODS, SHORT, sureness
 from tests.waiting import PATIENCE, processes
 
 
@@ -80,6 +81,20 @@ def test_finalists_come_before_what_was_timed_once():
     assert {r.config: r.seconds for r in standing([*finals, *later])} == {"a": 2.0, "b": 3.0}
     again = [*finals, row("a", None, "wrong: 1 element"), row("a", 1.0, kind="quick")]
     assert pick(again).config == "b"
+
+
+def test_finals_of_a_surer_method_come_before_others():
+    """Also if these have better ratios: in short rounds the card was in another state."""
+    flattered = row("a", 1.0, reference_seconds=1.2, method=SHORT)
+    sure = row("b", 1.0, reference_seconds=1.0, method=BOTH)
+    for rows in ([flattered, sure], [sure, flattered]):
+        assert pick(rows).config == "b"
+    later = row("b", 1.0, reference_seconds=1.3, method=METHOD)
+    assert standing([sure, later]) == [sure]
+    assert pick([flattered, later]).config == "a"
+    assert [sureness("final", method) for method in METHODS] == [1, 2, 3, 4, 5]
+    assert sureness("quick", BOTH) == 0
+    assert sureness("final", "of another version") == 1
 
 
 def test_rows_of_other_days_are_compared_by_their_ratio_to_torch():

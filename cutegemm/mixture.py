@@ -72,7 +72,10 @@ class MoE(torch.nn.Module):
             raise TypeError(f"router: got {type(router).__name__}, expected a torch.nn.Module or None")
         self.gate_up_proj, self.down_proj, self.router = gate_up, down, router
         self.activation, self.precision, self.backend = activation, precision, backend
-        self.register_load_state_dict_pre_hook(_reshape_weight)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        _reshape_weight(self, state_dict, prefix)  # no hook: that of a shallow copy would be the original's
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     @property
     def num_experts(self) -> int:
@@ -129,7 +132,7 @@ class MoE(torch.nn.Module):
         return made
 
 
-def _reshape_weight(module: torch.nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _reshape_weight(module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
     reshape_weight(state, f"{prefix}gate_up_proj", module.gate_up_proj)
 
 
@@ -217,7 +220,7 @@ def _quantizable(module: torch.nn.Module) -> str | None:
 def _replaced(module: Any, activation: str, precision: str | None, backend: str, **options: Any) -> torch.nn.Module:
     """The MoE for a module, an Fp8MoE if the options have a dtype; the module where it computes something else."""
     own = isinstance(module, MoE)
-    if not own and not module.gate_up_proj.is_meta and not _is_like_ours(module, activation):
+    if not own and replacing.has_values(module.gate_up_proj) and not _is_like_ours(module, activation):
         return module
     weights = module.gate_up_proj, module.down_proj
     made: MoE | Fp8MoE

@@ -264,7 +264,10 @@ class SwiGLU(torch.nn.Module):
         self.gate_up_weight = torch.nn.Parameter(gate_up)
         self.down_weight = torch.nn.Parameter(down)
         self.settings = settings
-        self.register_load_state_dict_pre_hook(_stack_weights)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        _stack_weights(self, state_dict, prefix)  # no hook: that of a shallow copy would be the original's
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def reset_parameters(self) -> None:
         """Draws the weights as torch.nn.Linear does: uniform within 1 / sqrt of the number of inputs."""
@@ -328,7 +331,7 @@ class SwiGLU(torch.nn.Module):
         return made
 
 
-def _stack_weights(module: torch.nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _stack_weights(module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Makes the entries of a `SwiGLU` of the three weights that Hugging Face's models have."""
     gate, up, down = (f"{prefix}{name}_proj.weight" for name in ("gate", "up", "down"))
     if all(isinstance(state.get(name), torch.Tensor) for name in (gate, up)):
@@ -360,11 +363,12 @@ def replace_mlps(
     An MLP is a module whose children are gate_proj, up_proj and down_proj, each a torch.nn.Linear without a bias, and
     perhaps act_fn; act_fn is SiLU or a GELU (erf or tanh). It is replaced when down_proj(act_fn(gate_proj(x)) *
     up_proj(x)) is what it computes, which is tried on two random rows in its own dtype, one of them so large that a
-    gate which is clamped is found, unless its weights are on the meta device. Its gate and up are copied once, into one
-    parameter: an optimizer made before holds the old ones, so make it afterwards. state_dict then has the names of
-    `SwiGLU`, which loads both these and the old ones. Other modules, those with a hook or a dtype that no kernel takes,
-    sharded or sparse weights, those of whose gate and up one alone requires grad or is tied to another weight, and
-    those for which `where(name, module)` is false, are left as they are.
+    gate which is clamped is found, unless its weights are fake or on the meta device. Its gate and up are copied once,
+    into one parameter: an optimizer made before holds the old ones, so make it afterwards. state_dict then has the
+    names of `SwiGLU`, which loads both these and the old ones; gradients that they have are stacked, too. Other
+    modules, those with a hook or a dtype that no kernel takes, sharded or sparse weights, those of whose gate and up
+    one has a hook for its gradient, alone requires grad or is tied to another weight, and those for which
+    `where(name, module)` is false, are left as they are.
 
     constant_weights=True makes the promise of `SwiGLU`, as it does in `replace_linears`: for inference with weights
     that stay as they are.
@@ -386,17 +390,18 @@ def replace_mlps(
     replacing.check_options(precision, backend)
     replacing.check_constant("constant_weights", constant_weights)
     check_quantized(dtype, scaling, accumulate, precision, backend)
-    tied = replacing.tied(model)
+    tied, shared = replacing.tied(model), replacing.tied(model, by_place=False)
 
     def activation_in(module: torch.nn.Module) -> str | None:
         if type(module) is SwiGLU and dtype is not None:
-            unlike = id(module.gate_up_weight) in tied or replacing.is_altered(module) or any(
+            unlike = id(module.gate_up_weight) in shared or replacing.is_altered(module) or any(
                 replacing.computes_itself(each) or is_distributed(each) for each in module.parameters()
             )  # fmt: skip
             return None if unlike else module.settings.activation
         found = _gated_activation(module)
         copied = () if found is None else (module.gate_proj, module.up_proj)
-        return None if any(id(each.weight) in tied for each in copied) else found
+        lost = any(replacing.is_hooked(each.weight) for each in copied) and dtype is None
+        return None if lost or any(id(each.weight) in tied for each in copied) else found
 
     options: dict[str, Any] = {"constant_weights": constant_weights}
     if dtype is not None:
@@ -415,7 +420,7 @@ def _gated_activation(module: torch.nn.Module) -> str | None:
     linears = [getattr(module, name) for name in names]
     if any(_why_not(each) is not None or each.bias is not None for each in linears):
         return None
-    if any(type(each.weight) is not torch.nn.Parameter for each in linears):
+    if any(type(each.weight) not in (torch.nn.Parameter, replacing.FakeTensor) for each in linears):
         return None
     gate, up, down = (tuple(getattr(module, name).weight.shape) for name in ("gate_proj", "up_proj", "down_proj"))
     if len(gate) != 2 or gate != up or len(down) != 2 or down[1] != gate[0] or 0 in (*gate, *down):
@@ -434,7 +439,7 @@ def _replaced(module: Any, activation: str, precision: str | None, backend: str,
         down = module.down_weight
     else:
         gate, up, down = module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight
-        if not gate.is_meta and not _is_like_ours(module, activation):
+        if replacing.has_values(gate) and not _is_like_ours(module, activation):
             return module
     made: SwiGLU | Fp8SwiGLU
     if "dtype" in options:
@@ -445,6 +450,9 @@ def _replaced(module: Any, activation: str, precision: str | None, backend: str,
         made = SwiGLU.from_weights(
             gate, up, down, activation=activation, precision=precision, backend=backend, **options
         )
+        if any(each.grad is not None for each in (gate, up)):
+            grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in (gate, up)]
+            made.gate_up_weight.grad = torch.cat(grads).view_as(made.gate_up_weight)
     return made.train(module.training)
 
 
@@ -472,7 +480,7 @@ def _why_not(module: Any, ours_too: bool = False) -> str | None:
     if replacing.computes_itself(module.weight):
         return f"got a weight of {type(module.weight).__name__}, which has products of its own"
     if dtypes.dtype_name(module.weight.dtype) is None:
-        return f"got a weight of {module.weight.dtype}, accepted are {dtypes.ACCEPTED}"
+        return f"got a weight of {module.weight.dtype}, accepted are {dtypes.ACCEPTED_TERMS}"
     if module.weight.dtype.itemsize == 1:
         return f"got a quantized weight, of {module.weight.dtype}; pass it to Fp8Linear.from_quantized with its scale"
     return None

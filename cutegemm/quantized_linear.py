@@ -186,7 +186,10 @@ class Fp8Linear(torch.nn.Module):
         self.register_buffer("input_scale", input_scale)
         kept = None if bias is None else torch.nn.Parameter(bias.detach(), requires_grad=False)
         self.register_parameter("bias", kept)
-        self.register_load_state_dict_pre_hook(_translate)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        _translate(self, state_dict, prefix)  # no hook: that of a shallow copy would be the original's
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: (..., in_features), fp16, bf16 or fp32. Returns (..., out_features) of its dtype; under autocast of
@@ -446,7 +449,7 @@ def _one(name: str, scale: Any) -> torch.Tensor:
     return scale.detach().to(torch.float32).reshape(())
 
 
-def _translate(module: Fp8Linear, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _translate(module: Fp8Linear, state: dict[str, Any], prefix: str) -> None:
     """Makes the entries of an `Fp8Linear` of those that other layers have, and room for scales of another shape."""
 
     def taken(names: tuple[str, ...]) -> Any:

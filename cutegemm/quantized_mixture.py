@@ -103,7 +103,10 @@ class Fp8MoE(torch.nn.Module):
             self.register_buffer(name, values)
             self.register_buffer(f"{name}_scale", scale)
         self.router, self.activation, self.settings = router, activation, settings
-        self.register_load_state_dict_pre_hook(_translate)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        _translate(self, state_dict, prefix)  # no hook: that of a shallow copy would be the original's
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     @property
     def num_experts(self) -> int:
@@ -293,7 +296,7 @@ class _Loaded(NamedTuple):
     forms: dict[str, torch.Tensor]
 
 
-def _translate(module: Fp8MoE, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _translate(module: Fp8MoE, state: dict[str, Any], prefix: str) -> None:
     """Makes the entries of an `Fp8MoE` of those of a `MoE` and of Hugging Face's, and room for other scales. Raises
     TypeError, ValueError or RuntimeError for what does not fit, and then the module is what it was.
     """

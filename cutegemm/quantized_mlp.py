@@ -64,7 +64,10 @@ class Fp8SwiGLU(torch.nn.Module):
 
     def _take(self, gate_up: Fp8Linear, down: Fp8Linear) -> None:
         self.gate_up, self.down = gate_up, down
-        self.register_load_state_dict_pre_hook(_translate)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        _translate(self, state_dict, prefix)  # no hook: that of a shallow copy would be the original's
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: (..., in_features), fp16, bf16 or fp32. Returns (..., out_features) of its dtype."""
@@ -117,7 +120,7 @@ def _linear(weight: torch.Tensor) -> torch.nn.Linear:
     return made
 
 
-def _translate(module: Fp8SwiGLU, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _translate(module: Fp8SwiGLU, state: dict[str, Any], prefix: str) -> None:
     """Makes the entries of the two layers of those of a `SwiGLU`, and of three weights with or without scales."""
     for ours in ("gate_up", "down"):
         if isinstance(state.get(f"{prefix}{ours}_weight"), torch.Tensor):

@@ -236,6 +236,16 @@ def is_altered(module: torch.nn.Module) -> bool:
     return any(getattr(module, name) for name in hooks) or "forward" in module.__dict__
 
 
+def has_values(weight: torch.Tensor) -> bool:
+    """Whether something can be computed of it: not on the meta device, and not of a fake tensor."""
+    return not (weight.is_meta or isinstance(weight, FakeTensor))
+
+
+def is_hooked(weight: torch.Tensor) -> bool:
+    """Whether somebody's hook for the gradient would be lost with the parameter."""
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
+
+
 def computes_itself(weight: torch.Tensor) -> bool:
     """Whether a weight's class handles operators in a way of its own. Ours know that of DTensors and fake tensors."""
     if type(weight).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
@@ -243,13 +253,15 @@ def computes_itself(weight: torch.Tensor) -> bool:
     return not (is_distributed(weight) or isinstance(weight, FakeTensor))
 
 
-def tied(model: torch.nn.Module) -> set[int]:
+def tied(model: torch.nn.Module, by_place: bool = True) -> set[int]:
     """The ids of the parameters that a model holds under several names, whether or not of one and the same module.
 
-    The names of modules below a module that stands in several places count once.
+    The names of modules below a module that stands in several places count once. by_place: False counts those of each
+    module once, wherever it stands.
     """
     children = (child for parent in model.modules() for child in parent._modules.values() if child is not None)
-    places = Counter(id(each) for module in (model, *children) for each in module._parameters.values())
+    modules = (model, *children) if by_place else model.modules()
+    places = Counter(id(each) for module in modules for each in module._parameters.values())
     return {number for number, count in places.items() if count > 1}
 
 

@@ -145,15 +145,14 @@ def _scale(side: str, scale: Any, recipe: Any, rows: int, k: int) -> torch.Tenso
     padded = -(-of_k // PADDED_TO) * PADDED_TO
     shape = tuple(scale.shape)
     if recipe == "TensorWise":
-        accepted, fits = "one element", scale.numel() == 1
+        fits = scale.numel() == 1
         scale = scale.reshape(()) if fits else scale
     elif recipe == "RowWise":
-        accepted, fits = f"{rows} elements", scale.numel() == rows
+        fits = scale.numel() == rows
         scale = scale.reshape(rows, 1) if fits else scale
     elif recipe == "BlockWise1x128":
-        accepted, fits = f"({rows}, {of_k})", shape == (rows, of_k)
+        fits = len(shape) == 2 and shape[0] == rows and shape[1] == of_k
     elif recipe == "BlockWise128x128":
-        accepted = f"({of_k}, {of_rows})" + (f" or ({padded}, {of_rows})" if padded != of_k else "")
         # Not `in`: dynamo finds no symbolic size in a tuple.
         fits = len(shape) == 2 and (shape[0] == of_k or shape[0] == padded) and shape[1] == of_rows
         scale = scale[:of_k].t() if fits else scale
@@ -162,6 +161,9 @@ def _scale(side: str, scale: Any, recipe: Any, rows: int, k: int) -> torch.Tenso
         raise NotImplementedError(
             f"scale_recipe_{side}: got {recipe}, served are {served}; MX and NV formats are Blackwell's"
         )
-    if not fits:
-        raise ValueError(f"{argument}: got shape {shape} with the recipe {recipe}, accepted is {accepted}")
+    if not fits:  # only now: for dynamo a size in a text is a constant, and other sizes would compile anew
+        of_tiles = f"({of_k}, {of_rows})" + (f" or ({padded}, {of_rows})" if padded != of_k else "")
+        accepted = {"TensorWise": "one element", "RowWise": f"{rows} elements", "BlockWise1x128": f"({rows}, {of_k})"}
+        said = accepted.get(recipe, of_tiles)
+        raise ValueError(f"{argument}: got shape {shape} with the recipe {recipe}, accepted is {said}")
     return scale.t() if side == "b" and scale.dim() == 2 else scale

@@ -227,7 +227,7 @@ def _input(number: int, operand: Any, device: torch.device) -> Input:
     if isinstance(operand, bool) or not isinstance(operand, int | float):
         said = f"operands[{number}]: got {type(operand).__name__}"
         if isinstance(operand, torch.SymFloat):
-            raise TypeError(f"{said}, which follows from a size that torch.export keeps open. {request.OPEN_SIZES}")
+            raise TypeError(f"{said}, {request.OPEN}. {request.OPEN_SIZES}")
         raise TypeError(f"{said}, expected a torch.Tensor or a Python number")
     if isinstance(operand, int):
         if not -(2**31) <= operand < 2**31:

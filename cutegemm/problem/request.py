@@ -232,8 +232,9 @@ def batch_of(a: torch.Tensor, b: torch.Tensor) -> int:
 
 OPEN_SIZES = (
     "Pass the size itself as an operand of an epilogue, which computes with it: epilogue=lambda acc, m: acc / m, "
-    "operands=(a.shape[0],)"
+    "operands=(a.shape[0],). In the place of x.item() pass x, a tensor of no dimension, as an operand"
 )
+OPEN = "which follows from a size that torch.export keeps open, or from .item()"
 
 
 def check_number(name: str, value: Any) -> None:
@@ -241,10 +242,7 @@ def check_number(name: str, value: Any) -> None:
     if value.__class__ is float and -FLT_MAX <= value <= FLT_MAX:
         return
     if isinstance(value, torch.SymInt | torch.SymFloat):
-        raise TypeError(
-            f"{name}: got {type(value).__name__}, which follows from a size that torch.export keeps open; accepted is "
-            f"a constant. {OPEN_SIZES}"
-        )
+        raise TypeError(f"{name}: got {type(value).__name__}, {OPEN}; accepted is a constant. {OPEN_SIZES}")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a Python float (a tensor would need a sync)")
     if FLT_MAX < abs(value) < math.inf:

@@ -10,9 +10,10 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from cutegemm import replacing
-from cutegemm.nn import Fp8Linear, Fp8SwiGLU, Linear, SwiGLU, replace_linears, replace_mlps, replace_moe
+from cutegemm.nn import Fp8Linear, Fp8MoE, Fp8SwiGLU, Linear, MoE, SwiGLU, replace_linears, replace_mlps, replace_moe
 
 
 class MLP(nn.Module):
@@ -137,6 +138,46 @@ def test_a_swiglu_that_shares_a_weight_or_has_a_hook_stays():
     with torch.no_grad():
         want = stacked(x)
         assert (replace_mlps(nn.ModuleList([stacked]), dtype="int8")[0](x) - want).norm() < 0.1 * want.norm()
+
+
+def test_models_of_fake_tensors_are_replaced_without_a_trial():
+    with FakeTensorMode():
+        model = nn.ModuleList([MLP()])
+        assert type(replace_mlps(model)[0]) is SwiGLU
+        assert model[0](torch.randn(3, 8)).shape == (3, 8)
+
+
+def test_a_swiglu_that_stands_in_two_places_is_quantized_once():
+    model = nn.ModuleDict({"a": SwiGLU(8, 16)})
+    model["b"] = model["a"]
+    replace_mlps(model, dtype="fp8")
+    assert type(model["a"]) is Fp8SwiGLU
+    assert model["b"] is model["a"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SwiGLU(8, 16),
+        lambda: MoE(8, 16, 4),
+        lambda: Fp8Linear(16, 8),
+        lambda: Fp8MoE(16, 8, 4),
+        lambda: Fp8SwiGLU(16, 8),
+        lambda: Linear(8, 16),
+    ],
+)
+def test_a_shallow_copy_loads_its_own_state(make):
+    """Also when the original is gone."""
+    copied = copy.copy(make())
+    assert not copied.load_state_dict(copied.state_dict()).missing_keys
+
+
+def test_what_is_loaded_into_a_shallow_copy_does_not_change_the_original():
+    original = Fp8Linear(16, 8)
+    copied, before = copy.copy(original), original.settings
+    copied.load_state_dict(Fp8Linear(16, 8, dtype="int8", scaling="tensor").state_dict())
+    assert (copied.weight.dtype, copied.settings.scaling) == (torch.int8, ("rows", "tensor"))
+    assert original.settings == before
 
 
 def test_rounding_is_that_of_the_dtype():

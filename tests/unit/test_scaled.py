@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -424,6 +425,31 @@ def test_torch_products_whose_dtypes_are_decided_are_not_cast_by_autocast(seed):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for got, each in zip(calls(), want, strict=True):
             assert torch.equal(got, each)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "scaling"), [("RowWise", "rows"), ("BlockWise1x128", "blocks"), ("TensorWise", "tensor")]
+)
+def test_scaled_mm_compiles_once_for_any_number_of_rows(recipe, scaling):
+    """A size in the text of an error would be a constant of the graph."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    of_b = {"RowWise": "RowWise", "BlockWise1x128": "BlockWise128x128", "TensorWise": "TensorWise"}[recipe]
+
+    def layer(x, scale, w, scale_w):
+        return cutegemm.scaled_mm(x, w.t(), scale, recipe, scale_w, of_b)
+
+    if scaling == "blocks":
+        w, scale_w = torch.randn(256, 256).to(torch.float8_e4m3fn), torch.rand(2, 2)
+    else:
+        w, scale_w = cutegemm.quantize(torch.randn(256, 256), torch.float8_e4m3fn, scaling)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    counts = []
+    for rows in (5, 4, 7, 30, 300):
+        x, scale = cutegemm.quantize(torch.randn(rows, 256), torch.float8_e4m3fn, scaling)
+        assert torch.equal(compiled(x, scale, w, scale_w), layer(x, scale, w, scale_w))
+        counts.append(counter.frame_count)
+    assert len(set(counts)) == 1
 
 
 def test_scaled_mm_with_blocks_and_open_sizes_in_a_graph():

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 import cutegemm
-from cutegemm.nn import MoE, SwiGLU, replace_mlps
+from cutegemm.nn import Fp8SwiGLU, MoE, SwiGLU, replace_mlps
 
 ACTIVATIONS = {
     "silu": functional.silu,
@@ -265,6 +265,38 @@ def test_mlps_that_compute_something_else_or_train_a_part_stay():
     others = Clamped(torch.nn.SiLU()), Called(torch.nn.SiLU()), Doubled(torch.nn.SiLU())
     for module in (*others, frozen, tied, twice, sparse, hooked, without):
         assert replace_mlps(module) is module
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_for_the_gradient_of_a_weight_is_never_lost(register):
+    """Gate and up become one parameter, which would not have it; down stays what it is."""
+    for name, replaced in (("gate_proj", MLP), ("up_proj", MLP), ("down_proj", SwiGLU)):
+        model, called = torch.nn.ModuleList([MLP(torch.nn.SiLU())]), []
+        getattr(getattr(model[0], name).weight, register)(lambda gradient, called=called: called.append(1))
+        assert type(replace_mlps(model)[0]) is replaced
+        model[0](torch.randn(2, 24)).sum().backward()
+        assert called
+    assert type(replace_mlps(torch.nn.ModuleList([hooked_mlp(register)]), dtype="fp8")[0]) is Fp8SwiGLU
+
+
+def hooked_mlp(register):
+    made = MLP(torch.nn.SiLU())
+    getattr(made.gate_proj.weight, register)(lambda gradient: None)
+    return made
+
+
+@pytest.mark.parametrize("lacks", [None, "up_proj"])
+def test_gradients_that_gate_and_up_have_are_stacked(lacks):
+    model = torch.nn.ModuleList([MLP(torch.nn.SiLU())])
+    model[0](torch.randn(2, 24)).sum().backward()
+    if lacks:
+        getattr(model[0], lacks).weight.grad = None
+    want = [
+        torch.zeros_like(p) if p.grad is None else p.grad for p in (model[0].gate_proj.weight, model[0].up_proj.weight)
+    ]
+    replace_mlps(model)
+    assert torch.equal(model[0].gate_up_weight.grad, torch.cat(want))
+    assert model[0].down_weight.grad is not None
 
 
 def test_mlps_that_share_a_weight_with_another_module_stay_so():

@@ -16,6 +16,11 @@ TYPE_NAMES = {F32: "fp32", I32: "int32", BOOL: "a condition"}
 """The types of values in words, for messages."""
 
 
+def in_short(value: int) -> str:
+    """An integer for a message, one of hundreds of digits by its size."""
+    return str(value) if abs(value) < 10**30 else f"of {value.bit_length()} bits"
+
+
 def fp32(value: float) -> float:
     """The number rounded to fp32; infinity where it is too large for one."""
     if value != value:
@@ -72,7 +77,7 @@ class Builder:
             return BOOL  # while a program is simplified; none is left in the result
         if isinstance(value, int):
             if not INT32[0] <= value <= INT32[1]:
-                raise ValueError(f"the integer {value} is not an int32")
+                raise ValueError(f"the integer {in_short(value)} is not an int32")
             return I32
         if not isinstance(value, float):
             raise ValueError(f"constant {value!r}, accepted are float and int")

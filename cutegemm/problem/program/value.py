@@ -16,7 +16,7 @@ import torch
 
 from cutegemm.errors import EpilogueError
 from cutegemm.problem.dtypes import ACCEPTED, TABLE, torch_dtype
-from cutegemm.problem.program.build import INT32, TYPE_NAMES, Builder, fp32
+from cutegemm.problem.program.build import INT32, TYPE_NAMES, Builder, fp32, in_short
 from cutegemm.problem.program.graph import BOOL, F32, I32, Input
 
 _INNER = (str(Path(__file__).parents[2]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
@@ -98,7 +98,7 @@ class Trace:
     def const(self, value: Number) -> Value:
         if isinstance(value, int) and not isinstance(value, bool):
             if not INT32[0] <= value <= INT32[1]:
-                fail(f"the integer {value} is not an int32: write it as a float")
+                fail(f"the integer {in_short(value)} is not an int32: write it as a float")
         elif value == value and abs(value) != float("inf") and abs(fp32(value)) == float("inf"):
             fail(f"the number {value!r} is too large for fp32")
         return Value(self, self.builder.const(value))

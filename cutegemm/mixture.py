@@ -19,7 +19,7 @@ from cutegemm.quantized_mixture import Fp8MoE
 from cutegemm.router import check_fit, choose, fit, sized
 
 
-class MoE(torch.nn.Module):
+class MoE(replacing.Translating):
     """A mixture of gated MLPs, forward and backward by `cutegemm.moe`: each token's sum over its experts e of weight *
     down_e(act(gate_e(x)) * up_e(x)).
 
@@ -73,9 +73,8 @@ class MoE(torch.nn.Module):
         self.gate_up_proj, self.down_proj, self.router = gate_up, down, router
         self.activation, self.precision, self.backend = activation, precision, backend
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        _reshape_weight(self, state_dict, prefix)  # no hook: that of a shallow copy would be the original's
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+    def _translate(self, state: dict[str, Any], prefix: str) -> None:
+        _reshape_weight(self, state, prefix)
 
     @property
     def num_experts(self) -> int:
@@ -190,7 +189,7 @@ def _gated_activation(module: torch.nn.Module) -> str | None:
     if set(module._parameters) != {"gate_up_proj", "down_proj"} or set(module._modules) - {"act_fn"}:
         return None
     gate_up, down = module.gate_up_proj, module.down_proj
-    if any(type(each) is not torch.nn.Parameter or each.dtype not in DTYPES for each in (gate_up, down)):
+    if any(type(each) not in replacing.PARAMETERS or each.dtype not in DTYPES for each in (gate_up, down)):
         return None
     shapes = tuple(gate_up.shape), tuple(down.shape)
     if not fit(*shapes) or shapes[0][2] != shapes[1][1] or not 1 <= shapes[0][0] <= MOST_GROUPS or 0 in shapes[0]:

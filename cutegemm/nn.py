@@ -208,7 +208,7 @@ def _leave_fast_paths(model: torch.nn.Module) -> None:
             module.use_nested_tensor = False
 
 
-class SwiGLU(torch.nn.Module):
+class SwiGLU(replacing.Translating):
     """The gated MLP of Llama, Qwen, Mistral and Gemma: down(act(gate(x)) * up(x)), forward and backward by cutegemm.
 
     The gating is the epilogue of one product with the stacked weight [gate; up], and its derivative that of a product
@@ -265,9 +265,8 @@ class SwiGLU(torch.nn.Module):
         self.down_weight = torch.nn.Parameter(down)
         self.settings = settings
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        _stack_weights(self, state_dict, prefix)  # no hook: that of a shallow copy would be the original's
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+    def _translate(self, state: dict[str, Any], prefix: str) -> None:
+        _stack_weights(self, state, prefix)
 
     def reset_parameters(self) -> None:
         """Draws the weights as torch.nn.Linear does: uniform within 1 / sqrt of the number of inputs."""
@@ -364,11 +363,13 @@ def replace_mlps(
     perhaps act_fn; act_fn is SiLU or a GELU (erf or tanh). It is replaced when down_proj(act_fn(gate_proj(x)) *
     up_proj(x)) is what it computes, which is tried on two random rows in its own dtype, one of them so large that a
     gate which is clamped is found, unless its weights are fake or on the meta device. Its gate and up are copied once,
-    into one parameter: an optimizer made before holds the old ones, so make it afterwards. state_dict then has the
-    names of `SwiGLU`, which loads both these and the old ones; gradients that they have are stacked, too. Other
-    modules, those with a hook or a dtype that no kernel takes, sharded or sparse weights, those of whose gate and up
-    one has a hook for its gradient, alone requires grad or is tied to another weight, and those for which
-    `where(name, module)` is false, are left as they are.
+    into one parameter, and so are their gradients: an optimizer made before holds the old ones, so make it afterwards.
+    state_dict then has the names of `SwiGLU`, which loads both these and the old ones.
+
+    These modules are left as they are: all others; those with a hook, or with a dtype that no kernel takes; those with
+    sharded or sparse weights; those of whose gate and up only one requires grad, or one is tied to another weight; and
+    those for which `where(name, module)` is false. Without `dtype` also those whose gate or up has a hook for its
+    gradient, or a gradient that is sparse or of another dtype.
 
     constant_weights=True makes the promise of `SwiGLU`, as it does in `replace_linears`: for inference with weights
     that stay as they are.
@@ -400,7 +401,7 @@ def replace_mlps(
             return None if unlike else module.settings.activation
         found = _gated_activation(module)
         copied = () if found is None else (module.gate_proj, module.up_proj)
-        lost = any(replacing.is_hooked(each.weight) for each in copied) and dtype is None
+        lost = dtype is None and not all(replacing.can_be_stacked(each.weight) for each in copied)
         return None if lost or any(id(each.weight) in tied for each in copied) else found
 
     options: dict[str, Any] = {"constant_weights": constant_weights}
@@ -420,7 +421,9 @@ def _gated_activation(module: torch.nn.Module) -> str | None:
     linears = [getattr(module, name) for name in names]
     if any(_why_not(each) is not None or each.bias is not None for each in linears):
         return None
-    if any(type(each.weight) not in (torch.nn.Parameter, replacing.FakeTensor) for each in linears):
+    if any(type(each.weight) not in replacing.PARAMETERS for each in linears):
+        return None
+    if len({(each.weight.dtype, each.weight.device) for each in linears}) != 1:
         return None
     gate, up, down = (tuple(getattr(module, name).weight.shape) for name in ("gate_proj", "up_proj", "down_proj"))
     if len(gate) != 2 or gate != up or len(down) != 2 or down[1] != gate[0] or 0 in (*gate, *down):
@@ -451,8 +454,8 @@ def _replaced(module: Any, activation: str, precision: str | None, backend: str,
             gate, up, down, activation=activation, precision=precision, backend=backend, **options
         )
         if any(each.grad is not None for each in (gate, up)):
-            grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in (gate, up)]
-            made.gate_up_weight.grad = torch.cat(grads).view_as(made.gate_up_weight)
+            grads = [torch.zeros_like(each) if each.grad is None else each.grad.detach() for each in (gate, up)]
+            made.gate_up_weight.grad = torch.cat(grads)
     return made.train(module.training)
 
 

@@ -102,7 +102,7 @@ class Settings(NamedTuple):
         return cls(chosen, both, activation, accumulate, backend, constant_weight)
 
 
-class Fp8Linear(torch.nn.Module):
+class Fp8Linear(replacing.Translating):
     """activation(x @ weight^T + bias) with 8-bit operands: the weight is quantized once, x in every call.
 
     Buffers, which are what state_dict has: `weight` (out_features, in_features), fp8 or int8; `weight_scale`, fp32, ()
@@ -187,9 +187,8 @@ class Fp8Linear(torch.nn.Module):
         kept = None if bias is None else torch.nn.Parameter(bias.detach(), requires_grad=False)
         self.register_parameter("bias", kept)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        _translate(self, state_dict, prefix)  # no hook: that of a shallow copy would be the original's
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+    def _translate(self, state: dict[str, Any], prefix: str) -> None:
+        _translate(self, state, prefix)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: (..., in_features), fp16, bf16 or fp32. Returns (..., out_features) of its dtype; under autocast of
@@ -479,14 +478,16 @@ def _translate(module: Fp8Linear, state: dict[str, Any], prefix: str) -> None:
         of_weight = of_input[1] if scale.shape == module.weight_scale.shape else _scaling_of(weight, scale)
         module.settings = Settings.of(weight.dtype, (of_input[0], of_weight), *others)
     if fits and scale is not None and weight.dtype != module.weight.dtype:
-        module.weight = torch.empty_like(module.weight, dtype=weight.dtype)
+        replacing.give_buffer(module, "weight", torch.empty_like(module.weight, dtype=weight.dtype))
     if weight is not None:
         state[f"{prefix}weight"] = weight
     if scale is not None:
         state[f"{prefix}weight_scale"] = scale
         if fits and scale.shape != module.weight_scale.shape:
-            module.weight_scale = torch.empty(scale.shape, dtype=torch.float32, device=module.weight_scale.device)
+            room = torch.empty(scale.shape, dtype=torch.float32, device=module.weight_scale.device)
+            replacing.give_buffer(module, "weight_scale", room)
     if fixed is not None and (fits or weight is None or module.input_scale is not None):
         state[f"{prefix}input_scale"] = _one("input_scale", fixed)
         if module.input_scale is None:
-            module.input_scale = torch.empty((), dtype=torch.float32, device=module.weight_scale.device)
+            room = torch.empty((), dtype=torch.float32, device=module.weight_scale.device)
+            replacing.give_buffer(module, "input_scale", room)

@@ -37,7 +37,7 @@ SCALE_ENDINGS = ("_scale", "_scale_inv")
 are factors that the values are multiplied by."""
 
 
-class Fp8MoE(torch.nn.Module):
+class Fp8MoE(replacing.Translating):
     """A mixture of gated MLPs with 8-bit operands: `MoE` with weights that are quantized once, for inference.
 
     Buffers, which are what state_dict has: `gate_up_proj` (num_experts, 2 * hidden_features, in_features), the rows of
@@ -104,9 +104,8 @@ class Fp8MoE(torch.nn.Module):
             self.register_buffer(f"{name}_scale", scale)
         self.router, self.activation, self.settings = router, activation, settings
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        _translate(self, state_dict, prefix)  # no hook: that of a shallow copy would be the original's
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+    def _translate(self, state: dict[str, Any], prefix: str) -> None:
+        _translate(self, state, prefix)
 
     @property
     def num_experts(self) -> int:
@@ -354,9 +353,10 @@ def _make_room(module: Fp8MoE, found: dict[str, _Loaded], kinds: dict[str, str])
     for name, (weight, forms) in found.items():
         own, of_own, scale = getattr(module, name), getattr(module, f"{name}_scale"), forms[kinds[name]]
         if weight.dtype != own.dtype:
-            setattr(module, name, torch.empty_like(own, dtype=weight.dtype))
+            replacing.give_buffer(module, name, torch.empty_like(own, dtype=weight.dtype))
         if scale.shape != of_own.shape:
-            setattr(module, f"{name}_scale", torch.empty(scale.shape, dtype=torch.float32, device=of_own.device))
+            room = torch.empty(scale.shape, dtype=torch.float32, device=of_own.device)
+            replacing.give_buffer(module, f"{name}_scale", room)
     of_input, *others = module.settings[1:]
     dtype = module.settings.dtype
     if dtype not in (each := [getattr(module, name).dtype for name in NAMES]):

@@ -12,7 +12,7 @@ from cutegemm.pytorch.mlp import GATES, check_activation, check_weights
 from cutegemm.quantized_linear import SCALE_NAMES, Fp8Linear
 
 
-class Fp8SwiGLU(torch.nn.Module):
+class Fp8SwiGLU(replacing.Translating):
     """down(act(gate(x)) * up(x)) with 8-bit operands: `SwiGLU` with weights that are quantized once.
 
     It is two `Fp8Linear`s: `gate_up`, whose weight is [gate; up] and whose epilogue is the gating, and `down`. So x is
@@ -65,9 +65,8 @@ class Fp8SwiGLU(torch.nn.Module):
     def _take(self, gate_up: Fp8Linear, down: Fp8Linear) -> None:
         self.gate_up, self.down = gate_up, down
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        _translate(self, state_dict, prefix)  # no hook: that of a shallow copy would be the original's
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+    def _translate(self, state: dict[str, Any], prefix: str) -> None:
+        _translate(self, state, prefix)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: (..., in_features), fp16, bf16 or fp32. Returns (..., out_features) of its dtype."""

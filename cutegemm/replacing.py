@@ -224,6 +224,23 @@ def replace_gated(
     return replace_modules(model, is_chosen, replacement, caller, 4)
 
 
+class Translating(torch.nn.Module):
+    """A module that makes its own entries of those of other modules before it loads them."""
+
+    def _translate(self, state: dict[str, Any], prefix: str) -> None:
+        raise NotImplementedError
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any) -> None:
+        # No hook: that of a shallow copy would be the original's.
+        self._translate(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest, **named)
+
+
+def give_buffer(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Replaces a buffer. A shallow copy of the module, which shares the dict of the buffers, keeps the old one."""
+    module._buffers = {**module._buffers, name: tensor}
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether it is what `torch.compile(module)` returned. (Dynamo is not imported for that.)"""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
@@ -241,9 +258,19 @@ def has_values(weight: torch.Tensor) -> bool:
     return not (weight.is_meta or isinstance(weight, FakeTensor))
 
 
-def is_hooked(weight: torch.Tensor) -> bool:
-    """Whether somebody's hook for the gradient would be lost with the parameter."""
-    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
+PARAMETERS = (torch.nn.Parameter, FakeTensor)
+"""The classes of parameters that are no subclass of somebody's."""
+
+
+def can_be_stacked(weight: torch.Tensor) -> bool:
+    """Whether another parameter can take a weight's gradient: nobody's hook would be lost, and what there is is dense
+    and of the weight's dtype.
+    """
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return False
+    if weight.is_leaf and getattr(weight, "grad_dtype", weight.dtype) != weight.dtype:
+        return False
+    return weight.grad is None or (weight.grad.layout == torch.strided and weight.grad.dtype == weight.dtype)
 
 
 def computes_itself(weight: torch.Tensor) -> bool:
@@ -256,8 +283,8 @@ def computes_itself(weight: torch.Tensor) -> bool:
 def tied(model: torch.nn.Module, by_place: bool = True) -> set[int]:
     """The ids of the parameters that a model holds under several names, whether or not of one and the same module.
 
-    The names of modules below a module that stands in several places count once. by_place: False counts those of each
-    module once, wherever it stands.
+    The names of modules below a module that stands in several places count once. by_place: False: a module that stands
+    in several places itself counts once, too.
     """
     children = (child for parent in model.modules() for child in parent._modules.values() if child is not None)
     modules = (model, *children) if by_place else model.modules()

@@ -34,6 +34,8 @@ def tune(
 ) -> Tuned:
     """Finds the fastest kernel for these arguments; `gemm` uses it from now on, in later processes too.
 
+    It does not where an earlier search had more time, and timed another kernel in a surer way (`winners.row.METHODS`).
+
     Args:
         a, b, c, and every option of `gemm` but backend and config: describe the problem; they are not read or written.
             With `epilogue` and `operands` that very program is searched for, checked and timed, on operands of its own;

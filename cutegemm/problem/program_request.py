@@ -231,7 +231,9 @@ def _input(number: int, operand: Any, device: torch.device) -> Input:
         raise TypeError(f"{said}, expected a torch.Tensor or a Python number")
     if isinstance(operand, int):
         if not -(2**31) <= operand < 2**31:
-            raise ValueError(f"operands[{number}]: got {operand}, which int32 cannot hold; pass a float or a tensor")
+            raise ValueError(
+                f"operands[{number}]: got {request.shown(operand)}, which int32 cannot hold; pass a float or a tensor"
+            )
         return Input(name, "int32", by_value=True)
     request.check_number(f"operands[{number}]", operand)
     return Input(name, "fp32", by_value=True)

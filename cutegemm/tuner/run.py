@@ -22,6 +22,7 @@ from cutegemm.tuner.timer import Timer, TimerBroken
 from cutegemm.winners import Winners, neighbours, standing
 from cutegemm.winners import table as winners_table
 from cutegemm.winners.fingerprint import is_fresh
+from cutegemm.winners.row import sureness
 from cutegemm.winners.rules import why_passed_over
 
 if TYPE_CHECKING:
@@ -283,7 +284,7 @@ def seeds(problem: Problem, arch: Arch, store: Winners, names: Sequence[str]) ->
     for text, most in _kin(problem):
         own = [row for row in store.rows(text) if (row.gpu, row.sm_count) == (arch.name, arch.sm_count)]
         for rows in (own, shipped.get(text, ())):
-            best = sorted(standing(rows), key=lambda row: (row.kind != "final", -(row.ratio or 0.0)))
+            best = sorted(standing(rows), key=lambda row: (-sureness(row.kind, row.method), -(row.ratio or 0.0)))
             keys = ((row.backend, row.config) for row in best if row.backend in names)
             found += _candidates(keys, problem, arch, most)
     for name in names:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ from cutegemm.tuner.timer import TORCH, Timer, TimerBroken, TimerLost
 from cutegemm.tuner.timing import PERIOD_SECONDS, SUSTAINED_FLOPS, pause
 from cutegemm.winners import Measurement, Winners
 from cutegemm.winners.fingerprint import fingerprint
-from cutegemm.winners.row import BOTH, METHOD, SHORT, STEADY, sureness
+from cutegemm.winners.row import BOTH, METHOD, SHORT, STEADY, supersedes, sureness
 
 if TYPE_CHECKING:
     from cutegemm.problem import Problem
@@ -226,7 +226,7 @@ class Search:
             kind = "quick" if sureness(row.kind, row.method) < best else row.kind
             result = Result(candidate, row.verdict, row.seconds, row.reference_seconds, kind, row.method)
             before = self.outcome.results.get(candidate.key)
-            if before is None or not result.ok or kind == "final" or before.kind != "final":
+            if before is None or not result.ok or supersedes(result, before):
                 self._settle(result)
             self._frontier.drop(candidate.key)
             finals += kind == "final" and row.verdict == "ok"
@@ -356,16 +356,36 @@ class Search:
         twice = plan.twice and steady + plan.seconds(len(finalists), plan.semifinal_rounds) <= left
         rounds = plan.rounds(len(finalists), left - steady if twice else left)
         timed = [c for _, met in self._time(finalists, rounds, plan.block, "final", deadline) for c in met]
-        if twice and timed and not self._stopped() and end - self._clock() > plan.steady_seconds(len(timed)) - LATE:
-            # At the power limit others may be the fastest, and programs run a product in either state.
-            short = {candidate.key: self.outcome.results[candidate.key] for candidate in timed}
-            self._time(timed, STEADY_ROUNDS, PERIOD_SECONDS, "final", deadline, short)
+        if twice and not self._stopped() and end - self._clock() > plan.steady_seconds(len(timed)) - LATE:
+            self._time_steadily(timed, deadline)
         for candidate in timed:
             if not self.outcome.results[candidate.key].ok:
                 continue
             check = self._timer.check(candidate, CHECK_SECONDS)  # once more: a race may have spared the first run
             if check.verdict != "ok":
                 self._save(Result(candidate, check.verdict))
+
+    def _time_steadily(self, finalists: Sequence[Candidate], deadline: float) -> None:
+        """Times finalists of short rounds in long blocks, too: at the power limit others may be the fastest, and
+        programs run a product in either state. Where one of them was not timed so, the short rounds decide.
+        """
+        short = {candidate.key: self.outcome.results[candidate.key] for candidate in finalists}
+        both: list[Result] = []
+
+        def add(*results: Result) -> None:
+            for result in results:
+                before = short[result.candidate.key]
+                assert before.seconds is not None
+                assert before.reference_seconds is not None
+                assert result.seconds is not None
+                assert result.reference_seconds is not None
+                seconds = middle(before.seconds, result.seconds)
+                reference = middle(before.reference_seconds, result.reference_seconds)
+                both.append(replace(before, seconds=seconds, reference_seconds=reference, method=BOTH))
+
+        self._time(finalists, STEADY_ROUNDS, PERIOD_SECONDS, "final", deadline, add)
+        if len(both) == sum(self.outcome.results[key].ok for key in short):
+            self._save(*both)
 
     def _ranked(self) -> list[Result]:
         return sorted((r for r in self.outcome.results.values() if r.ok), key=lambda result: result.score)
@@ -384,11 +404,13 @@ class Search:
 
     def _time(
         self, candidates: Sequence[Candidate], rounds: int, block: float, kind: str, deadline: float,
-        first: Mapping[tuple[str, str], Result] | None = None,
+        save: Callable[..., None] | None = None,
     ) -> list[tuple[float, Sequence[Candidate]]]:  # fmt: skip
         """Times candidates together and saves the results; those that break the timer are found out one by one, as long
-        as there is time: who was not timed again then is not blamed. With the results of short rounds, `first`, the
-        means of these and of the new ones are saved.
+        as there is time: who was not timed again then is not blamed.
+
+        Args:
+            save: called with results of those that were timed, in the place of keeping them.
 
         Returns torch's seconds with the candidates timed together with it: once, or for each candidate timed alone.
         """
@@ -405,24 +427,12 @@ class Search:
             for candidate in candidates:
                 if self._clock() >= deadline or self._stopped():
                     break
-                found += self._time([candidate], rounds, block, kind, deadline, first)
+                found += self._time([candidate], rounds, block, kind, deadline, save)
             return found
-        self._save(*(self._timed(c, times, block, kind, first) for c in candidates))
-        return [(times[TORCH], candidates)]
-
-    def _timed(
-        self, candidate: Candidate, times: Mapping[tuple[str, str], float], block: float, kind: str,
-        first: Mapping[tuple[str, str], Result] | None,
-    ) -> Result:  # fmt: skip
-        seconds, reference = times[candidate.key], times[TORCH]
-        if first is not None:
-            short = first[candidate.key]
-            assert short.seconds is not None
-            assert short.reference_seconds is not None
-            seconds, reference = middle(short.seconds, seconds), middle(short.reference_seconds, reference)
-            return Result(candidate, "ok", seconds, reference, kind, BOTH)
         method = STEADY if block >= PERIOD_SECONDS else SHORT if pause(self.problem.flops) else METHOD
-        return Result(candidate, "ok", seconds, reference, kind, method)
+        results = (Result(c, "ok", times[c.key], times[TORCH], kind, method) for c in candidates)
+        (save or self._save)(*results)
+        return [(times[TORCH], candidates)]
 
     def _time_torch(self, rounds: int, block: float) -> None:
         """Raises TimerBroken when torch alone cannot be timed: then no candidate is to blame."""

@@ -37,6 +37,7 @@ from cutegemm.tuner.space import Candidate
 from cutegemm.winners import Measurement, Winners
 from cutegemm.winners import table as winners_table
 from cutegemm.winners.fingerprint import is_fresh
+from cutegemm.winners.row import supersedes
 
 BEAT_S = 2.0
 """Seconds between two signs of life of a process."""
@@ -322,7 +323,7 @@ def _outcome(problem: Problem, said: dict[str, Any], rows: Sequence[Measurement]
         except ValueError:  # of a host with another version
             continue
         before = results.get(candidate.key)
-        if before is None or row.kind == "final" or before.kind != "final":
+        if before is None or supersedes(row, before):
             results[candidate.key] = Result(
                 candidate, row.verdict, row.seconds, row.reference_seconds, row.kind, row.method
             )

@@ -42,7 +42,8 @@ ROUND_SECONDS = 0.004
 PAUSED_FLOPS, PAUSE_SECONDS = 1e10, 0.02
 """Of more flop than these and up to `SUSTAINED_FLOPS`, a round has such a pause before it."""
 SETTLE_SECONDS = 0.3
-"""Before short rounds: what ran before, a reference in float64 for one, may have brought the clock down."""
+"""Before the short rounds of `interleaved`: what ran before, a reference in float64 for one, may have brought the clock
+down."""
 
 
 @dataclass(frozen=True)

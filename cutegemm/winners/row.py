@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 KINDS = ("final", "quick", "family")
 """How a row was measured. final: among the finalists of a sweep, in interleaved rounds. quick: in one heat of it.
@@ -65,6 +66,19 @@ def sureness(kind: str, method: str) -> int:
     return 0 if kind != "final" else 1 + (METHODS.index(method) if method in METHODS else 0)
 
 
+class _Timed(Protocol):
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def method(self) -> str: ...
+
+
+def supersedes(later: _Timed, before: _Timed) -> bool:
+    """Whether of two right times of a configuration the later one counts: unless it says less."""
+    return sureness(later.kind, later.method) >= sureness(before.kind, before.method)
+
+
 def standing(rows: Iterable[Measurement]) -> list[Measurement]:
     """The right and timed row of each configuration that counts, from rows in the order they were made.
 
@@ -77,7 +91,7 @@ def standing(rows: Iterable[Measurement]) -> list[Measurement]:
         before = counts.get(key)
         if not row.ok:
             counts[key] = None
-        elif before is None or sureness(row.kind, row.method) >= sureness(before.kind, before.method):
+        elif before is None or supersedes(row, before):
             counts[key] = row
     return [row for row in counts.values() if row is not None]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from cutegemm.cute.simt.footprint import SIMT
 from cutegemm.hardware import arch
 from cutegemm.problem import Problem
 from cutegemm.winners import Measurement, Winners
+from cutegemm.winners.row import BOTH
 from cutegemm.winners.table import dump
 from tuning import calibrate
 
@@ -148,6 +150,7 @@ def test_quick_rows_of_long_products_are_bursts():
         (long, CONFIGS[0], False), (long, CONFIGS[1], False), (long, CONFIGS[0], True), (long, CONFIGS[1], True),
     ]  # fmt: skip
     assert [s.seconds for s in samples] == [2e-3, 2.1e-3, 1.5e-3, 1.6e-3] * 2
+    assert not calibrate.from_measurements([replace(row, method=BOTH) for row in rows], H200), "means of two states"
     fit = calibrate.by_family(samples, H200)["sm80"]
     assert {key: len(rows) for key, rows in fit.shapes.items()} == {
         (short, False): 4, (long, False): 2, (long, True): 2,
@@ -185,6 +188,9 @@ def test_a_sweep_counts_in_units_of_torch(tmp_path):
     assert short[1].seconds == pytest.approx(9e-6 * 10.25 / 10.5)
     assert (long.problem, long.burst) == (Problem.of(*SHAPES[2], "fp16"), True)
     assert calibrate.read_sweep(swept(SHAPES[0], rows[3:4], 1e-6)) == []
+    shape = swept(SHAPES[1], rows, 5e-6)
+    shape["results"][0]["method"] = BOTH
+    assert [s.config for s in calibrate.read_sweep(shape)] == [CONFIGS[1], CONFIGS[4]]
 
 
 def test_bursts_tell_nothing_of_power():

@@ -145,6 +145,10 @@ def test_models_of_fake_tensors_are_replaced_without_a_trial():
         model = nn.ModuleList([MLP()])
         assert type(replace_mlps(model)[0]) is SwiGLU
         assert model[0](torch.randn(3, 8)).shape == (3, 8)
+        experts = nn.Module()
+        experts.gate_up_proj, experts.down_proj = (nn.Parameter(torch.randn(4, *of)) for of in ((32, 8), (8, 16)))
+        experts.act_fn = nn.SiLU()
+        assert type(replace_moe(nn.ModuleList([experts]))[0]) is MoE
 
 
 def test_a_swiglu_that_stands_in_two_places_is_quantized_once():
@@ -177,7 +181,34 @@ def test_what_is_loaded_into_a_shallow_copy_does_not_change_the_original():
     copied, before = copy.copy(original), original.settings
     copied.load_state_dict(Fp8Linear(16, 8, dtype="int8", scaling="tensor").state_dict())
     assert (copied.weight.dtype, copied.settings.scaling) == (torch.int8, ("rows", "tensor"))
-    assert original.settings == before
+    assert (original.weight.dtype, original.settings) == (torch.float8_e4m3fn, before)
+    experts = Fp8MoE(16, 8, 4)
+    copied = copy.copy(experts)
+    copied.load_state_dict(Fp8MoE(16, 8, 4, dtype="int8").state_dict())
+    assert (copied.down_proj.dtype, experts.down_proj.dtype) == (torch.int8, torch.float8_e4m3fn)
+    chosen = torch.tensor([[0], [1], [3]]), torch.ones(3, 1)
+    assert original(torch.randn(3, 16)).isfinite().all()
+    for module in (experts, copied):
+        assert module(torch.randn(3, 16), *chosen).isfinite().all()
+
+
+def test_a_loader_may_name_the_arguments():
+    """As DeepSpeed's loader of sharded parameters does."""
+    for module in (SwiGLU(8, 16), Fp8Linear(16, 8)):
+        errors, missing = [], []
+        module._load_from_state_dict(
+            state_dict=module.state_dict(), prefix="", local_metadata={}, strict=True, missing_keys=missing,
+            unexpected_keys=[], error_msgs=errors,
+        )  # fmt: skip
+        assert (errors, missing) == ([], [])
+
+
+def test_mlps_of_several_dtypes_stay_where_nothing_can_be_tried():
+    with torch.device("meta"):
+        model = nn.ModuleList([MLP()])
+        model[0].up_proj = nn.Linear(8, 16, False, dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match="replace_mlps"):
+        assert type(replace_mlps(model)[0]) is MLP
 
 
 def test_rounding_is_that_of_the_dtype():

@@ -12,6 +12,7 @@ from cutegemm.problem import Problem
 from cutegemm.run import progress as bars
 from cutegemm.tuner import report as sweep_report
 from cutegemm.tuner.search import Outcome, Result
+from cutegemm.winners.row import METHOD
 from tests.terminal import terminal
 from tests.tuning_fakes import H200, PROBLEM, candidate
 from tests.waiting import wait_until
@@ -37,6 +38,7 @@ def test_the_summary(tmp_path):
     assert "1.250 (geometric mean)" in text
     data = json.loads(sweep_report.as_json([done, empty], H200, {"made": "now"}))
     assert data["shapes"][0]["winner"]["config"] == "sm90/fast"
+    assert {r["method"] for r in data["shapes"][0]["results"]} == {METHOD}
     assert [r["config"] for r in data["shapes"][0]["results"]] == ["sm90/fast", "sm90/second", "burst", "bad"]
     assert data["shapes"][1]["winner"] is None
     drawn = tmp_path / "plot.png"

@@ -299,6 +299,18 @@ def test_gradients_that_gate_and_up_have_are_stacked(lacks):
     assert model[0].down_weight.grad is not None
 
 
+def test_an_mlp_whose_gradients_cannot_be_stacked_stays():
+    model = torch.nn.ModuleList(MLP(torch.nn.SiLU()) for _ in range(3))
+    model[1].gate_proj.weight.grad = torch.zeros(40, 24).to_sparse()
+    if hasattr(torch.Tensor, "grad_dtype"):
+        model[2].bfloat16()
+        model[2].up_proj.weight.grad_dtype = torch.float32
+    else:
+        model[2].gate_proj.weight.register_hook(lambda gradient: None)
+    replace_mlps(model)
+    assert [type(each) for each in model] == [SwiGLU, MLP, MLP]
+
+
 def test_mlps_that_share_a_weight_with_another_module_stay_so():
     """A copy of gate and up in each of them would learn something else in each."""
     model = torch.nn.ModuleList(MLP(torch.nn.SiLU()) for _ in range(6))

@@ -98,7 +98,8 @@ class Trace:
     def const(self, value: Number) -> Value:
         if isinstance(value, int) and not isinstance(value, bool):
             if not INT32[0] <= value <= INT32[1]:
-                fail(f"the integer {in_short(value)} is not an int32: write it as a float")
+                as_float = ": write it as a float" if abs(value) < 2**127 else ""
+                fail(f"the integer {in_short(value)} is not an int32{as_float}")
         elif value == value and abs(value) != float("inf") and abs(fp32(value)) == float("inf"):
             fail(f"the number {value!r} is too large for fp32")
         return Value(self, self.builder.const(value))

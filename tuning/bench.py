@@ -253,9 +253,11 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--cublas-kernels", action="store_true", help="name the kernels that cuBLAS picked")
     how.add_argument("--host", action="store_true", help="host cost of an eager call instead")
     into = parser.add_argument_group("into")
-    into.add_argument("--json", metavar="FILE")
-    into.add_argument("--csv", metavar="FILE")
-    into.add_argument("--plot", metavar="FILE", help="TFLOP/s over size, ratios, roofline (needs matplotlib)")
+    into.add_argument("--json", metavar="FILE", type=cli.output)
+    into.add_argument("--csv", metavar="FILE", type=cli.output)
+    into.add_argument(
+        "--plot", metavar="FILE", type=cli.output, help="TFLOP/s over size, ratios, roofline (needs matplotlib)"
+    )
     return parser
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from tabulate import tabulate
 
 from cutegemm.tuner.spread import Spread
+from tuning import cli
 
 METHOD = (
     "normal inputs, checked against float64, interleaved round by round in alternating order, L2-cold, the captured "
@@ -142,7 +143,7 @@ def write(
     if json_path:
         data = {"header": dict(header), "options": dict(options), "method": METHOD}
         rows = [asdict(result) for result in results]
-        Path(json_path).write_text(json.dumps({**data, "results": rows}, indent=1) + "\n")
+        cli.write(json_path, json.dumps({**data, "results": rows}, indent=1) + "\n")
     if csv_path:
         with open(csv_path, "w", newline="") as out:
             writer = csv.writer(out)

@@ -400,7 +400,7 @@ def main(arguments: list[str] | None = None) -> int:
         for name, values in families.items():
             stored[name] = {"gpu": arch.name, "command": command, **values}
         CONSTANTS.parent.mkdir(exist_ok=True)
-        CONSTANTS.write_text(json.dumps({"families": dict(sorted(stored.items()))}, indent=1) + "\n")
+        cli.write(CONSTANTS, json.dumps({"families": dict(sorted(stored.items()))}, indent=1) + "\n")
         print(f"written to {CONSTANTS}")
     return 0
 

@@ -406,7 +406,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.write:
         command = shlex.join(["python", "-m", "tuning.candidates", *(Path(a).name if "/" in a else a for a in given)])
         about = {"gpu": arch.name, "sm_count": arch.sm_count, "command": command}
-        shortlists.TABLE.write_text(written({**about, **found}) + "\n")
+        cli.write(shortlists.TABLE, written({**about, **found}) + "\n")
         print(f"written to {shortlists.TABLE}")
     return 0
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import select
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tuning import suites
@@ -70,6 +73,46 @@ def store(text: str) -> str:
             f"got {text!r}, which is no winners store (a SQLite file); `winners import` reads tables"
         )
     return text
+
+
+def output(text: str) -> str:
+    """The path of a file to write. Raises ArgumentTypeError where it could not be written, or is a winners store."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"got {text!r}, which is a folder")
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"got {text!r}, and there is no folder {path.absolute().parent}")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"got {text!r}, which cannot be written")
+    if path.is_file():
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            if file.read(len(SQLITE)) == SQLITE:
+                raise argparse.ArgumentTypeError(f"got {text!r}, which is a winners store (a SQLite file)")
+    return text
+
+
+def table_or_pipe(text: str) -> str:
+    """The path of a table to write, or - for standard output."""
+    return text if text == "-" else output(text)
+
+
+def write(path: str | Path, text: str) -> None:
+    """Writes a file as a whole: where that fails or is killed, what was there before stays."""
+    path = Path(path).resolve()
+    if path.exists() and not path.is_file():  # a device, a pipe
+        path.write_text(text)
+        return
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, path.stat().st_mode & 0o777 if path.exists() else 0o644)
+            os.replace(file.name, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(file.name)
+            raise
 
 
 def add_backends(group: argparse._ActionsContainer) -> None:

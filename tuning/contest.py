@@ -86,7 +86,7 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "--jobs", type=int, default=jobs, help=f"compile processes (here {jobs}, as cores and memory allow)"
     )
-    made.add_argument("--json", metavar="FILE", help="also write the table to this file")
+    made.add_argument("--json", metavar="FILE", type=cli.output, help="also write the table to this file")
 
 
 def run(
@@ -119,7 +119,7 @@ def run(
     if options.json:
         rows = [{**asdict(line), "ratio": line.ratio} for line in lines]
         written = {"gpu": state, **said, "shapes": rows, "missed": [asdict(one) for one in missed]}
-        Path(options.json).write_text(json.dumps(written, indent=1) + "\n")
+        cli.write(options.json, json.dumps(written, indent=1) + "\n")
     return 130 if stop.is_set() else 1 if missed else 0
 
 

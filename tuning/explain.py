@@ -29,7 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=tuple(PRODUCTS), default="bf16")
     parser.add_argument("--out-dtype", choices=DTYPES, help="by default as gemm has it: of fp8 bf16, of int8 int32")
     parser.add_argument("--precision", choices=PRECISIONS, default="ieee")
-    parser.add_argument("--majors", default="tn", help="BLAS letters of A and B: tn has both along K (default: tn)")
+    parser.add_argument(
+        "--majors",
+        default="tn",
+        choices=["tn", "tt", "nn", "nt"],
+        help="BLAS letters of A and B: tn has both along K (default: tn)",
+    )
     parser.add_argument("--c", action="store_true", help="add beta * C, of D's dtype")
     parser.add_argument("--bias", action="store_true", help="add a bias of D's dtype")
     parser.add_argument("--activation", choices=ACTIVATIONS)

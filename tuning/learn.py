@@ -306,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "trees": learned.encoded(trees),
             }
         text = ",\n".join(_row(name, row) for name, row in sorted(stored.items()))
-        learned.TREES.write_text(f'{{"families": {{\n{text}\n}}}}\n')
+        cli.write(learned.TREES, f'{{"families": {{\n{text}\n}}}}\n')
         print(f"written to {learned.TREES}")
     return 0
 

@@ -22,7 +22,7 @@ from cutegemm.errors import GemmError
 from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.arch import Arch
 from cutegemm.hardware.cubin import usage
-from cutegemm.hardware.roofline import quantization, roofline
+from cutegemm.hardware.roofline import parts_of, quantization, roofline
 from cutegemm.problem import DTYPES, PRECISIONS, Problem
 from cutegemm.run.arguments import Operands, Scalars
 from tuning import cli
@@ -98,7 +98,8 @@ def resources(kernel: Any, problem: Problem) -> Resources:
     Raises ValueError when the launch is empty or the machine code holds no such kernel.
     """
     launches = kernel.capture(problem, Operands(0x10000, 0x10000, 0x10000, 0, 0x10000), Scalars())
-    main = max((launch for launch in launches if hasattr(launch, "block")), key=lambda l: l.ctas, default=None)
+    # The product, whose tiles lie in shared memory, and not a launch that prepares operands or adds up parts.
+    main = max((l for l in launches if hasattr(l, "block")), key=lambda l: (l.dynamic_smem, l.ctas), default=None)
     if main is None:
         raise ValueError(f"problem: {problem} launches nothing")
     found = {entry.kernel: entry for entry in usage(kernel.cubin)}
@@ -121,7 +122,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", type=_shape, default=(4096, 4096, 4096), help="MxNxK")
     parser.add_argument("--dtype", choices=DTYPES, default=None)
     parser.add_argument("--precision", choices=PRECISIONS, default="ieee")
-    parser.add_argument("--majors", default="tt", help="BLAS letters of A and B, see Problem.of")
+    parser.add_argument("--majors", default="tt", help="BLAS letters of A and B, see Problem.of",
+                        choices=["tn", "tt", "nn", "nt"])  # fmt: skip
     parser.add_argument("--registers", type=int, default=None, help="per thread: with --threads, no kernel is compiled")
     parser.add_argument("--threads", type=int, default=None, help="per CTA")
     parser.add_argument("--smem", type=int, default=0, help="bytes per CTA")
@@ -148,7 +150,7 @@ def _line(options: argparse.Namespace, arch: Arch) -> list[str]:
     dtype = options.dtype or _dtype_of(options.backend, options.config)
     problem = Problem.of(m, n, k, dtype, majors=options.majors, precision=options.precision)
     if options.registers is not None:
-        needs, tile = Resources(options.registers, options.smem, options.threads), options.tile
+        needs, tile, parts = Resources(options.registers, options.smem, options.threads), options.tile, 1
     else:
         backend: Any = backends.get(options.backend)
         reason = backend.supports(problem, arch)
@@ -159,15 +161,15 @@ def _line(options: argparse.Namespace, arch: Arch) -> list[str]:
         if reason is not None:
             return [arch.name, reason, *[""] * 12]
         needs = resources(backend.build(problem.signature, config, arch), problem)
-        tile = config.tile()[0], config.tile()[1]
+        tile, parts = (config.tile()[0], config.tile()[1]), parts_of(config)
     got = occupancy(arch, registers=needs.registers, smem=needs.smem, threads=needs.threads)
     cells = [arch.name, str(needs.registers), str(needs.smem), str(needs.threads), str(got.ctas)]
     cells += [", ".join(got.limited_by), f"{100 * got.share:.1f} %"]
     if tile is not None:
-        grid = quantization(m, n, tile[0], tile[1], max(got.ctas, 1) * arch.sm_count)
+        grid = quantization(m, n, tile[0], tile[1], max(got.ctas, 1) * arch.sm_count, parts)
         bound = roofline(problem, arch)
         cells += [
-            str(grid.tiles),
+            f"{grid.tiles // parts} x {parts} parts" if parts > 1 else str(grid.tiles),
             f"{100 * grid.tile_share:.1f} %",
             f"{grid.waves:.2f}",
             f"{100 * grid.wave_share:.1f} %",

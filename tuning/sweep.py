@@ -26,7 +26,6 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cutegemm.problem import DTYPES, PRECISIONS
@@ -104,8 +103,10 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     search.add_argument("--store", type=cli.store, help="the winners file; by default the user's, which gemm reads")
     output = made.add_argument_group("output")
-    output.add_argument("--json", help="also write every measurement to this file")
-    output.add_argument("--plot", help="also draw winners and cuBLAS into this file (needs matplotlib)")
+    output.add_argument("--json", type=cli.output, help="also write every measurement to this file")
+    output.add_argument(
+        "--plot", type=cli.output, help="also draw winners and cuBLAS into this file (needs matplotlib)"
+    )
     dry = made.add_argument_group("without a GPU (nothing is timed)")
     way = dry.add_mutually_exclusive_group()
     way.add_argument("--compile-only", action="store_true", help="compile the candidates and list them")
@@ -373,7 +374,7 @@ def _on_gpus(wanted: list[Problem], options: argparse.Namespace, early: object, 
     where = f"kept in {store.path}" if store.path else "NOT kept: the winners store could not be written"
     print(f"{header['after']}\nmeasurements {where}; {time.monotonic() - begun:.1f} s in all")
     if options.json:
-        Path(options.json).write_text(report.as_json(outcomes, arch, header))
+        cli.write(options.json, report.as_json(outcomes, arch, header))
     if options.plot:
         from tuning.plot import plot_sweep
 

@@ -101,7 +101,7 @@ def export(store: Winners, options: argparse.Namespace) -> int:
     if options.file == "-":
         sys.stdout.write(text)
     else:
-        Path(options.file).write_text(text)
+        cli.write(options.file, text)
         print(f"{len(rows)} rows written to {options.file}", file=sys.stderr)
     return 0
 
@@ -187,7 +187,7 @@ def restamp(store: Winners, options: argparse.Namespace) -> int:
         else:
             print(f"{row.problem.split(' ')[0]} {row.config}: {why}")
     restamped = [replace(row, fingerprint=same.get(row, row.fingerprint)) for row in everything]
-    Path(options.file).write_text(winners_table.dump(restamped))
+    cli.write(options.file, winners_table.dump(restamped))
     print(f"{len(same)} of {len(rows)} rows restamped, {sum(map(is_fresh, restamped))} are fresh now")
     return 0
 
@@ -289,10 +289,11 @@ def _parser() -> argparse.ArgumentParser:
         if name == "list":
             command.add_argument("--no-shipped", action="store_true", help="leave out the shipped tables")
         if name == "restamp":
-            command.add_argument("file", help="the table, which is rewritten")
+            command.add_argument("file", type=cli.output, help="the table, which is rewritten")
             command.add_argument("--before", required=True, metavar="CHECKOUT", help="where the rows are fresh")
         if name in ("export", "import"):
-            command.add_argument("file", help="a path, or - for standard output or input")
+            taken = cli.table_or_pipe if name == "export" else str
+            command.add_argument("file", type=taken, help="a path, or - for standard output or input")
         if name == "prune":
             command.add_argument("--stale", action="store_true", help="measured with other kernels or compilers")
             command.add_argument("--wrong", action="store_true", help="wrong results and failures")

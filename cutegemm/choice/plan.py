@@ -17,7 +17,7 @@ from cutegemm.choice.group_kin import kin
 from cutegemm.errors import UnsupportedError
 from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.arch import Arch
-from cutegemm.hardware.roofline import quantization, roofline
+from cutegemm.hardware.roofline import parts_of, quantization, roofline
 from cutegemm.problem import Problem
 from cutegemm.problem.preparation import Preparation
 from cutegemm.problem.work import DENSE
@@ -294,7 +294,9 @@ def describe(plan: Plan) -> str:
 
         bm, bn, _ = choice.config.tile()
         m, n, _, batch = p.evened
-        grid = quantization(m, n, bm, bn, plan.arch.sm_count, batch)
+        parts = parts_of(choice.config)
+        grid = quantization(m, n, bm, bn, plan.arch.sm_count, batch * parts)
+        tiles = f"{grid.tiles // parts} x {parts} parts of K" if parts > 1 else str(grid.tiles)
         bound = roofline(p, plan.arch)
         where = "in the emulator, as on" if plan.emulated else "on"
         read = "if no group is empty" if WORKS[p.work].divided else "at least"
@@ -304,7 +306,7 @@ def describe(plan: Plan) -> str:
             ("estimate", heuristics.explain(p, choice.config, choice.backend, plan.arch)),
             ("runs", f"{where} {plan.arch.name} ({plan.arch.sm_count} SMs)"),
             *((("GPU", plan.arch.remark),) if plan.arch.remark else ()),
-            ("tiles", f"{grid.tiles} = {grid.waves:.2f} waves; {grid.tile_share:.1%} of their area is in D"),
+            ("tiles", f"{tiles} = {grid.waves:.2f} waves; {grid.tile_share:.1%} of their area is in D"),
             ("bound", f"{bound.bound_s * 1e6:.2f} us by {bound.limit} ({needs})"),
         ]
         for row, why in winners.passed_over(p, plan.arch)[:3]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem
@@ -61,6 +62,11 @@ class Quantization:
     tile_share: float
     waves: float
     wave_share: float
+
+
+def parts_of(config: Any) -> int:
+    """How many CTAs sum parts of K of one tile, in a configuration of any backend."""
+    return getattr(config, "parts", getattr(config, "splits", 1))
 
 
 def quantization(m: int, n: int, tile_m: int, tile_n: int, in_flight: int, batch: int = 1) -> Quantization:

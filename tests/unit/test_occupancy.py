@@ -145,3 +145,21 @@ def test_command_line_refuses(arguments, capsys):
         tool.main(arguments.split())
     assert stop.value.code == 2
     assert capsys.readouterr().err
+
+
+def test_the_product_is_what_is_examined_and_parts_of_k_are_counted(capsys):
+    """Not the launch that splits fp32 operands, which has more CTAs."""
+    command = ["--backend", "cute", "--arch", "H200"]
+    config = ["--config", "sm90/128x128x32/coop2/c1x1/s4/serp8/pdl"]
+    assert (
+        tool.main(
+            [*command, *config, "--shape", "512x512x256", "--dtype", "fp32", "--precision", "bf16x6", "--majors", "tn"]
+        )
+        == 0
+    )
+    cells = capsys.readouterr().out.splitlines()[2].split()
+    assert cells[3] == "384"
+    assert int(cells[2]) > 100_000
+    config = ["--config", "sm90/64x64x64/coop1/c1x1x2/s4/row/k3/pdl"]
+    assert tool.main([*command, *config, "--shape", "64x128x4096", "--dtype", "bf16", "--majors", "tn"]) == 0
+    assert "2 x 6 parts" in capsys.readouterr().out

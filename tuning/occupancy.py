@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--arch", default="A100,A6000,RTX 4090,H100 PCIe,H100 SXM,H200", help="names, separated by commas"
     )
-    parser.add_argument("--backend", default="legacy", help="backend of the kernel")
+    parser.add_argument("--backend", default="legacy", choices=backends.WITH_KERNELS, help="backend of the kernel")
     parser.add_argument("--config", default=None, help="configuration, e.g. warp_tile; by default the backend chooses")
     parser.add_argument("--shape", type=_shape, default=(4096, 4096, 4096), help="MxNxK")
     parser.add_argument("--dtype", choices=DTYPES, default=None)

@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     kind.add_argument("--scaling", choices=RECIPES, help="of fp8 and int8: blocks measures products with scales of "
                       "1 x 128 elements of A and 128 x 128 of B; tensor and rows measure the plain product, whose "
                       "winners these recipes take")  # fmt: skip
-    kind.add_argument("--out-dtype", choices=DTYPES, help="of D; the operands' when left out")
+    kind.add_argument("--out-dtype", choices=DTYPES, help="of D; by default as gemm has it: of fp8 bf16, of int8 int32")
     kind.add_argument("--batch", type=int, default=1, help="matrices, or groups of a work")
     kind.add_argument("--work", default="dense", choices=("dense", "ragged_m", "ragged_n", "ragged_k", "gathered_m"),
                       help="groups that divide M, N or K, which the shapes then have the totals of")  # fmt: skip
@@ -424,7 +424,6 @@ def _without_gpu(wanted: list[Problem], options: argparse.Namespace) -> int:
                     few = min(limit, options.show or limit)
                     entries = sweep_dry.emulate(problem, candidates, arch, few, options.budget, report=tell)
             failures = sum(entry.outcome.startswith(("failed", "wrong")) for entry in entries)
-            bad += failures if entries else 1
             shown = entries if options.emulate else entries[: options.show]
             table = [
                 (number, str(e.candidate), f"{e.candidate.estimate * 1e6:.2f}", e.outcome)
@@ -434,6 +433,7 @@ def _without_gpu(wanted: list[Problem], options: argparse.Namespace) -> int:
             if len(entries) > len(shown):
                 print(f"and {len(entries) - len(shown)} more")
             done = sum(e.outcome.startswith((sweep_dry.COMPILED, sweep_dry.STORED, "right")) for e in entries)
+            bad += failures if done else 1  # nothing done is no success
             what = "are right in the emulator" if options.emulate else "are in the kernel store"
             print(f"{done} of {len(entries)} {what}")
     print(NOTHING_TIMED)

@@ -49,7 +49,9 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--backend", default="cute", choices=backend.WITH_KERNELS)
     products = tuple(problem.dtypes.PRODUCTS)
     out.add_argument("--dtype", default="fp16", choices=products, help="of A and B (default: fp16)")
-    out.add_argument("--out-dtype", choices=problem.DTYPES, help="of D (default: that of A and B)")
+    out.add_argument(
+        "--out-dtype", choices=problem.DTYPES, help="of D; by default as gemm has it: of fp8 bf16, of int8 int32"
+    )
     out.add_argument("--precision", default="ieee", choices=problem.PRECISIONS, help="tf32: fp32 on tensor cores")
     out.add_argument(
         "--shape", default="256", metavar="MxNxK", help="in elements; one number for all three (default: 256)"

@@ -90,3 +90,10 @@ def test_emulate_finds_right_and_wrong(capsys, monkeypatch):
     monkeypatch.setattr(Workload, "of", refuse)
     (entry,) = sweep_dry.emulate(problem, found, arch_table.get("sm_80"), 1, 60.0)
     assert entry.outcome == "failed: the compiler refused"
+
+
+def test_nothing_compiled_is_no_success(store_root, capsys):
+    """There was no time for any."""
+    arguments = ["--shapes", "256", "--dtype", "fp32", "--backends", "legacy", "--compile-only", "--budget", "0.001s"]
+    assert sweep.main([*arguments, "--arch", "sm_80", "--candidates", "3"]) == 1
+    assert "0 of 3 are in the kernel store" in capsys.readouterr().out

@@ -201,7 +201,7 @@ def test_a_promise_that_no_kernel_uses_is_swept_as_none(monkeypatch, capsys, tmp
     wanted = [Problem.of(64, 64, 64, constant="b"), Problem.of(64, 64, 64, "fp32")]
     assert timer.opened == wanted
     capsys.readouterr()
-    assert sweep.main([*asked, "--compile-only", "--arch", "H200", "--budget", "0.01", "--show", "0"]) == 0
+    assert sweep.main([*asked, "--compile-only", "--arch", "H200", "--budget", "0.01", "--show", "0"]) == 1
     said = capsys.readouterr().out
     assert [line.split(" on ")[0] for line in said.splitlines() if " on H200: " in line] == list(map(str, wanted))
 

@@ -74,7 +74,7 @@ class MoE(replacing.Translating):
         self.activation, self.precision, self.backend = activation, precision, backend
 
     def _translate(self, state: dict[str, Any], prefix: str) -> None:
-        _reshape_weight(self, state, prefix)
+        reshape_weight(state, f"{prefix}gate_up_proj", self.gate_up_proj)
 
     @property
     def num_experts(self) -> int:
@@ -129,10 +129,6 @@ class MoE(replacing.Translating):
         torch.nn.Module.__init__(made)
         made._configure(gate_up, down, router, activation, precision, backend)
         return made
-
-
-def _reshape_weight(module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
-    reshape_weight(state, f"{prefix}gate_up_proj", module.gate_up_proj)
 
 
 def replace_moe(

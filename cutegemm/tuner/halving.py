@@ -93,16 +93,13 @@ class Plan:
         """What exploring leaves of a budget, half of it at most."""
         if self.block:
             return min(STEADY_SECONDS + 1.0, budget / 2)
-        return self._whole if self._has_both(budget) else min(self._short, budget / 2)
+        return self._whole if self._whole <= budget / 2 else min(self._short, budget / 2)
 
     def method(self, budget: float) -> str:
         """How a final is timed that such a budget leaves time for."""
         if self.twice:
-            return BOTH if self._has_both(budget) else SHORT
+            return BOTH if self._whole <= budget / 2 else SHORT
         return STEADY if self.block >= PERIOD_SECONDS else METHOD
-
-    def _has_both(self, budget: float) -> bool:
-        return self.twice and self._whole <= budget / 2
 
     @property
     def _short(self) -> float:

@@ -34,7 +34,8 @@ class Measurement:
     timed. verdict: "ok", or what was wrong: "wrong: ...", "failed to compile: ...", "failed to run: ...".
     measured_at: UTC, ISO. kind: one of `KINDS`. reference_seconds: what torch (cuBLAS) took in the same rounds, or
     None. origin: "own", "imported", or "shipped" with a remark when it is stale. method: how the times were taken, one
-    of `METHODS`. Those of `BOTH` are means of two states of the card, which no single run has.
+    of `METHODS`. A time of method `BOTH` is the mean of the times in two states of the card, so no single run takes so
+    long.
     """
 
     gpu: str

@@ -38,7 +38,7 @@ factors that the values are multiplied by."""
 FORWARDS: list[Any] = [torch.nn.Linear.forward]
 """The forward methods of what `Fp8Linear` can stand for; cutegemm.nn adds that of its `Linear`, with an activation."""
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
-_HOOKS = (
+HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
@@ -125,7 +125,8 @@ class Fp8Linear(replacing.Translating):
         constant_weight: promises that no running kernel writes the weight when `forward` is called, as
             `cutegemm.gemm(..., constant="b")`. The scales may be written by the kernel in front.
 
-    Gradients are refused: an input that requires grad raises RuntimeError under autograd.
+    Gradients are refused: an input or a bias that requires grad raises RuntimeError under autograd. The bias that a
+    layer is made with does not require it.
 
     Raises:
         TypeError, ValueError: a bad argument; the message names it, what was given and what is accepted.
@@ -202,11 +203,13 @@ class Fp8Linear(replacing.Translating):
             if d is not None and not (tell := d is NotImplemented):
                 return d
         replacing.check_input(input, self.weight)
-        if input.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                "input: it requires grad, and Fp8Linear passes no gradient on (a straight-through estimate belongs to "
-                "the trainer); run the model under torch.no_grad() or torch.inference_mode()"
-            )
+        if torch.is_grad_enabled():
+            for name, tensor in (("input", input), ("bias", self.bias)):
+                if tensor is not None and tensor.requires_grad:
+                    raise RuntimeError(
+                        f"{name}: it requires grad, and Fp8Linear passes no gradient on (a straight-through estimate "
+                        "belongs to the trainer); run the model under torch.no_grad() or torch.inference_mode()"
+                    )
         if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise ValueError(f"input: got shape {tuple(input.shape)}, expected (..., {self.in_features})")
         kind = input.device.type
@@ -250,7 +253,7 @@ class Fp8Linear(replacing.Translating):
         backend: str = "auto",
         constant_weight: bool = False,
     ) -> Fp8Linear:
-        """The layer with the quantized weight of `module`, its very bias, forward hooks and training mode.
+        """The layer with the quantized weight of `module`, the memory of its bias, its forward hooks and training mode.
 
         activation: None means that of a `cutegemm.nn.Linear`.
 
@@ -267,7 +270,7 @@ class Fp8Linear(replacing.Translating):
         made = cls.__new__(cls)
         torch.nn.Module.__init__(made)
         made._fill(module.weight, module.bias, settings)
-        for name in _HOOKS:
+        for name in HOOKS:
             getattr(made, name).update(getattr(module, name))
         return made.train(module.training)
 

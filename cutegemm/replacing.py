@@ -6,7 +6,7 @@ import operator
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -222,6 +222,13 @@ def replace_gated(
         return made[id(module)]
 
     return replace_modules(model, is_chosen, replacement, caller, 4)
+
+
+def share_hooks(made: torch.nn.Module, module: torch.nn.Module, names: Iterable[str]) -> None:
+    """Gives `made` the very hook registries of the module in whose place it comes, so that the handle of a hook, which
+    knows the registry, removes it there too."""
+    for name in names:
+        made.__dict__[name] = module.__dict__[name]
 
 
 class Translating(torch.nn.Module):

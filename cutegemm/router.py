@@ -8,9 +8,8 @@ import torch
 
 from cutegemm import replacing
 from cutegemm.linear import linear
-from cutegemm.problem import request
 from cutegemm.problem.grouped_request import MOST_GROUPS
-from cutegemm.pytorch import sharded
+from cutegemm.pytorch import autocast, sharded
 
 
 class TopKRouter(torch.nn.Module):
@@ -43,9 +42,12 @@ class TopKRouter(torch.nn.Module):
 
     def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """input: (..., in_features). Returns the experts, int64, and their weights, fp32, each (..., top_k)."""
-        request.check_type("input", input)
+        replacing.check_input(input, self.weight)
         if input.dim() == 0 or input.shape[-1] != self.weight.shape[1]:
             raise ValueError(f"input: got shape {tuple(input.shape)}, expected (..., {self.weight.shape[1]})")
+        if input.dtype != self.weight.dtype and not autocast.is_on(input.device.type):
+            expected = f"that of the router's weight, {self.weight.dtype}"
+            raise TypeError(f"input: got dtype {input.dtype}, expected {expected}")
         shares = linear(input, self.weight).float().softmax(-1)
         weights, experts = shares.topk(self.top_k, -1)
         if sharded.is_distributed(shares):  # of whose topk torch 2.11 has no gradient

@@ -298,8 +298,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{options.dtype} {options.precision} {options.majors}: {bench_report.METHOD}")
     arch = Arch.of_device()
     if options.random:
-        draw = random_shapes.KINDS[options.drawn]
-        problems = draw(options.random, options.seed, options.dtype, options.majors, arch)
+        problems = random_shapes.drawn(options, options.random, options.seed, options.majors, arch)
         shapes += [suites.Laid((problem.m, problem.n, problem.k), options.majors) for problem in problems]
     asked = cases(dict.fromkeys(shapes), options.dtype, options.precision, starts, options.majors)
     count, seconds = compile_ahead(asked, providers, arch, options.jobs)

@@ -2,7 +2,8 @@
 
 Shapes are drawn at random (`tuning.random_shapes`), `--count` of them for each of `--majors`. At each of them the
 cheapest configuration of every candidate of `cute` counts, with the splits of K that the model likes best: the `--best`
-cheapest are checked and timed in turns with torch, captured and L2-cold. So are `--more` of them with the model's next
+cheapest are checked and timed in turns with torch, captured and L2-cold. With `--chosen` so is what the choice takes
+for a shape that nobody measured. So are `--more` of them with the model's next
 best splits, which teaches what splits cost, and those of `--also`, whose splits are powers of two. With `--tiles` the
 cheapest of each tile and schedule counts, instead of each candidate. `--scaling blocks` is for fp8 and int8. Products
 of more than `SUSTAINED_FLOPS`, which bring tensor cores to the power limit, are timed in blocks of `BLOCK_SECONDS`, in
@@ -44,10 +45,16 @@ BLOCK_SECONDS, SUSTAINED_ROUNDS = 0.12, 2
 
 
 def favourites(
-    problem: Problem, arch: Arch, best: int, also: Sequence[Any] = (), more: int = 0, tiles: bool = False
+    problem: Problem,
+    arch: Arch,
+    best: int,
+    also: Sequence[Any] = (),
+    more: int = 0,
+    tiles: bool = False,
+    chosen: bool = False,
 ) -> list[Candidate]:
-    """The cheapest configuration of each of the `best` cheapest candidates, or of their tiles and schedules; then of
-    each configuration of `also`.
+    """The cheapest configuration of each of the `best` cheapest candidates, or of their tiles and schedules; with
+    `chosen` what the choice takes; then each configuration of `also`.
 
     Of `more` of the candidates the cheapest with other splits too, `OTHER_SPLITS` times as many or as few. One of
     `also` whose K may be split and is not gets the cheapest of `SPLITS`. Those that cannot serve the problem, and those
@@ -73,6 +80,9 @@ def favourites(
             few, many = sorted((config.splits, found[whole].config.splits))
             if many >= OTHER_SPLITS * few:
                 others.setdefault(whole, Candidate("cute", config))
+    choice = heuristics.untuned(problem, arch, "cute") if chosen else None
+    if choice is not None and str(choice[1]) not in {each.text for each in found.values()}:
+        found[str(choice[1])] = Candidate("cute", choice[1])
     for given in also:
         splits = SPLITS if getattr(given, "splits", 0) == 1 else ()
         forms = [replace(given, splits=number) for number in splits] or [given]
@@ -122,10 +132,11 @@ def table(
     rounds: int,
     more: int = 0,
     tiles: bool = False,
+    chosen: bool = False,
 ) -> Iterator[str]:
     """The blocks of all shapes. Kernels are compiled ahead, those of the first shapes first."""
     arch = machine.timer.arch
-    wanted = [favourites(problem, arch, best, also, more, tiles) for problem in problems]
+    wanted = [favourites(problem, arch, best, also, more, tiles, chosen) for problem in problems]
     for problem, candidates in zip(problems, wanted, strict=True):
         machine.pool.session(problem.signature, arch).ahead(candidates)
     for problem, candidates in zip(problems, wanted, strict=True):
@@ -166,6 +177,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--more", type=cli.count, default=0, help="candidates of which other splits of K are timed too (default 0)"
     )
     made.add_argument("--tiles", action="store_true", help="of each tile and schedule one candidate")
+    made.add_argument("--chosen", action="store_true", help="what the choice takes, too")
     made.add_argument("--also", type=_configs, default=[], help="further configurations, comma-separated")
     made.add_argument("--rounds", type=cli.count, default=3, help="measured rounds (default 3)")
     made.add_argument("--seconds", type=cli.seconds, help="time after which no further shape is begun: 60s, 2m")
@@ -181,16 +193,17 @@ def main(arguments: list[str] | None = None) -> int:
     begun, status = time.monotonic(), 0
     try:
         with contest.machine(options.jobs) as machine:
-            draw = random_shapes.KINDS[options.drawn]
+            arch = machine.timer.arch
             by_majors = [
-                draw(options.count, options.seed + number, options.dtype, each, machine.timer.arch, options.precision)
+                random_shapes.drawn(options, options.count, options.seed + number, each, arch, options.precision)
                 for number, each in enumerate(majors)
             ]
             problems = [problem for of_each in zip(*by_majors, strict=True) for problem in of_each]
             if options.scaling:
                 problems = list(map(random_shapes.in_blocks, problems))
             wanted = options.best, options.also
-            for text in table(problems, *wanted, machine, options.rounds, options.more, options.tiles):
+            others = options.more, options.tiles, options.chosen
+            for text in table(problems, *wanted, machine, options.rounds, *others):
                 print(text, flush=True)
                 status |= not any(line.startswith("==") for line in text.splitlines())
                 if options.seconds and time.monotonic() - begun > options.seconds:

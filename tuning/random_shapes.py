@@ -1,4 +1,5 @@
 """Random shapes for judging a choice and for teaching it: `--drawn sizes`, `layers` or `others` of the commands.
+`--flops` draws those of so many flop alone.
 
 The same seed draws the same shapes. A seed that judged once, or that times were learned from, judges no more. Two draws
 of layers share some shapes, whatever their seeds, because there are few models. So what was learned from `layers` is
@@ -8,8 +9,10 @@ judged by `others`, the layers of other models.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import random
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -23,6 +26,12 @@ MOST_SECONDS = 0.7e-3
 MOST_BYTES = 2e9
 MOST_TOKENS = 8192
 MOST_SECONDS_OF_A_LAYER = 3e-3
+MOST_DRAWS = 20000
+"""For each problem that is asked for."""
+
+Flops = tuple[float, float]
+"""The least and the most of a problem."""
+ANY: Flops = (0.0, math.inf)
 
 MODELS = {
     "gpt2": (768, 2304, 768, 3072, 0),
@@ -62,9 +71,15 @@ OTHER_MODELS = {
 """The same of models that no times were learned from. What they share with `MODELS` is not drawn."""
 
 
-def sizes(count: int, seed: int, dtype: str, majors: str, arch: Arch, precision: str = "ieee") -> list[Problem]:
+def sizes(
+    count: int, seed: int, dtype: str, majors: str, arch: Arch, precision: str = "ieee", flops: Flops = ANY
+) -> list[Problem]:
     """Different problems: sizes log-uniform, multiples of 8, the roofline bound under `MOST_SECONDS`. Here and in
-    `layers` and `others`, A and B have rows of whole multiples of `ROW_BYTES`."""
+    `layers` and `others`, A and B have rows of whole multiples of `ROW_BYTES`.
+
+    Raises:
+        ValueError: of the problems drawn hardly any has so many flop.
+    """
     source = random.Random(seed)
     low, high = math.log(SMALLEST), math.log(LARGEST)
 
@@ -73,24 +88,28 @@ def sizes(count: int, seed: int, dtype: str, majors: str, arch: Arch, precision:
             m, n, k = (STEP * round(math.exp(source.uniform(low, high)) / STEP) for _ in range(3))
             yield m, n, k
 
-    return _different(shapes(), count, dtype, majors, arch, MOST_SECONDS, precision)
+    return _different(shapes(), count, dtype, majors, arch, MOST_SECONDS, precision, flops)
 
 
-def layers(count: int, seed: int, dtype: str, majors: str, arch: Arch, precision: str = "ieee") -> list[Problem]:
+def layers(
+    count: int, seed: int, dtype: str, majors: str, arch: Arch, precision: str = "ieee", flops: Flops = ANY
+) -> list[Problem]:
     """Different products of the linear layers of `MODELS`, for up to `MOST_TOKENS` tokens, many of them powers of two.
 
     With the majors "tn" a layer runs forward, with "tt" it passes gradients back (N and K in exchange, the weight
     row-major), with "nt" it is the gradient of a weight (the tokens are K), and with "nn" it has columns of
     activations. Tokens of the last two are multiples of 8.
     """
-    return _layers(_weights(MODELS), count, seed, dtype, majors, arch, precision)
+    return _layers(_weights(MODELS), count, seed, dtype, majors, arch, precision, flops)
 
 
-def others(count: int, seed: int, dtype: str, majors: str, arch: Arch, precision: str = "ieee") -> list[Problem]:
+def others(
+    count: int, seed: int, dtype: str, majors: str, arch: Arch, precision: str = "ieee", flops: Flops = ANY
+) -> list[Problem]:
     """The same of `OTHER_MODELS`."""
     known = set(_weights(MODELS))
     new = [pair for pair in _weights(OTHER_MODELS) if pair not in known]
-    return _layers(new, count, seed, dtype, majors, arch, precision)
+    return _layers(new, count, seed, dtype, majors, arch, precision, flops)
 
 
 KINDS = {"sizes": sizes, "layers": layers, "others": others}
@@ -112,13 +131,42 @@ def in_blocks(problem: Problem) -> Problem:
 
 
 def add_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup, of: str = "") -> None:
-    """`--drawn`, a name of `KINDS`; `of` is the option that it belongs to."""
+    """`--drawn`, a name of `KINDS`, and `--flops`; `of` is the option that they belong to."""
     parser.add_argument(
         "--drawn",
         choices=KINDS,
         default="sizes",
         help=f"at random{of}: any sizes (default), layers of models, or of others, which nothing was learned from",
     )
+    parser.add_argument(
+        "--flops",
+        metavar="FIRST..LAST",
+        type=_span,
+        default=ANY,
+        help="those of so many flop alone, such as 1e10..1e11",
+    )
+
+
+def drawn(
+    options: argparse.Namespace, count: int, seed: int, majors: str, arch: Arch, precision: str = "ieee"
+) -> list[Problem]:
+    """What the options of `add_option` ask for, in `options.dtype`; ends the command with 2 where hardly any problem
+    has so many flop as `--flops` says."""
+    try:
+        return KINDS[options.drawn](count, seed, options.dtype, majors, arch, precision, options.flops)
+    except ValueError as why:
+        print(f"--flops: {why}", file=sys.stderr)
+        raise SystemExit(2) from why
+
+
+def _span(text: str) -> Flops:
+    try:
+        first, last = map(float, text.split(".."))
+    except ValueError:
+        first, last = math.nan, math.nan
+    if not 0 <= first <= last:
+        raise argparse.ArgumentTypeError(f"got {text!r}, accepted are two numbers of flop such as 1e10..1e11")
+    return first, last
 
 
 def _weights(models: Mapping[str, tuple[int, int, int, int, int]]) -> list[tuple[int, int]]:
@@ -132,7 +180,14 @@ def _weights(models: Mapping[str, tuple[int, int, int, int, int]]) -> list[tuple
 
 
 def _layers(
-    weights: Sequence[tuple[int, int]], count: int, seed: int, dtype: str, majors: str, arch: Arch, precision: str
+    weights: Sequence[tuple[int, int]],
+    count: int,
+    seed: int,
+    dtype: str,
+    majors: str,
+    arch: Arch,
+    precision: str,
+    flops: Flops,
 ) -> list[Problem]:
     source = random.Random(f"layers {seed}")
 
@@ -146,7 +201,7 @@ def _layers(
                 tokens = STEP * -(-tokens // STEP)
             yield (n, k, tokens) if majors == "nt" else (tokens, k, n) if majors == "tt" else (tokens, n, k)
 
-    return _different(shapes(), count, dtype, majors, arch, MOST_SECONDS_OF_A_LAYER, precision)
+    return _different(shapes(), count, dtype, majors, arch, MOST_SECONDS_OF_A_LAYER, precision, flops)
 
 
 def _different(
@@ -157,16 +212,26 @@ def _different(
     arch: Arch,
     most: float,
     precision: str,
+    flops: Flops,
 ) -> list[Problem]:
     from cutegemm.hardware.roofline import roofline
     from cutegemm.problem import Problem
 
     found: dict[str, Problem] = {}
-    while len(found) < count:
-        m, n, k = next(shapes)
+    least_flops, most_flops = flops
+    for m, n, k in itertools.islice(shapes, MOST_DRAWS * count):
+        if len(found) == count:
+            break
+        if not least_flops <= 2.0 * m * n * k <= most_flops:
+            continue
         problem = Problem.of(m, n, k, dtype, majors=majors, precision=precision)
         if min(problem.signature.align_a, problem.signature.align_b) < ROW_BYTES:
             continue
         if problem.min_bytes <= MOST_BYTES and roofline(problem, arch).bound_s <= most:
             found[str(problem)] = problem
+    if len(found) < count:
+        raise ValueError(
+            f"of {MOST_DRAWS * count} shapes drawn {len(found)} have {least_flops:g} to {most_flops:g} flop and serve; "
+            f"{count} were asked for"
+        )
     return list(found.values())

@@ -174,9 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
     def compared(m: contest.Machine, folder: Path, stop: threading.Event) -> tuple[list[Line], list[contest.Missed]]:
         from cutegemm.winners import Winners
 
-        problems = random_shapes.KINDS[options.drawn](
-            options.count, options.seed, options.dtype, options.majors, m.timer.arch
-        )
+        problems = random_shapes.drawn(options, options.count, options.seed, options.majors, m.timer.arch)
         store = Winners(options.store or folder / "winners.sqlite3")
         return compare(problems, options.backends, m.timer, m.pool, store, options.budget, stop)
 

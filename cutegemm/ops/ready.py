@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 from cutegemm.ops.elements import Operand, abs, gelu, gelu_tanh, relu, silu, where
@@ -103,10 +104,10 @@ def dropout(x: Operand, p: Operand, seed: Operand) -> Any:
     Example (operands=(residual, step)):
         lambda acc, residual, seed: ops.dropout(acc, 0.1, seed) + residual
     """
-    if isinstance(p, (int, float)) and not 0 <= p < 1:
+    if isinstance(p, numbers.Real) and not 0 <= float(p) < 1:
         value.fail(f"dropout: p is {p}, accepted are 0 <= p < 1")
     kept = 1.0 - p
-    if not isinstance(p, (int, float)):
+    if not isinstance(p, numbers.Real):
         kept = where(kept > 0.0, kept, 1.0)  # a derivative is 0 times the factor, which must be finite
     return where(random(seed) >= p, x * (1.0 / kept), 0.0)
 

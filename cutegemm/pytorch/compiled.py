@@ -32,6 +32,22 @@ def _once_a_graph(function: F) -> F:
     return function
 
 
+def kept(operands: Sequence[Any], like: torch.Tensor) -> Sequence[Any]:
+    """The operands, with those floats as tensors of one number, on the device of `like`, of which dynamo has seen more
+    than one value. To be traced by dynamo.
+
+    A float argument of an operator is a constant of the graph, so that each value would compile anew. What fp32 does
+    not hold is infinite in such a tensor, where a number is refused.
+    """
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # which imports sympy
+
+    found = []
+    for operand in operands:
+        changes = isinstance(operand, float) and not has_static_value(operand)
+        found.append(like.new_ones((), dtype=torch.float32) * operand if changes else operand)
+    return found
+
+
 def text_of(epilogue: Any, operands: Sequence[Any]) -> str:
     """The text of the program that an epilogue means for these operands. To be traced by dynamo.
 

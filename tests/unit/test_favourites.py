@@ -92,6 +92,29 @@ def test_of_some_favourites_other_splits_of_k_are_timed_too():
         assert many >= favourites.OTHER_SPLITS * few
 
 
+def test_what_the_choice_takes_is_timed_where_it_is_asked_for():
+    problem = Problem.of(4864, 896, 4096, "bf16", majors="nt")
+    text = str(heuristics.untuned(problem, H200, "cute")[1])
+    for best in (1, 40):
+        found = [each.text for each in favourites.favourites(problem, H200, best, chosen=True)]
+        assert found.count(text) == 1
+        assert len(found) - len(favourites.favourites(problem, H200, best)) in (0, 1)
+
+
+def test_shapes_of_so_many_flop_are_drawn(capsys):
+    for draw in random_shapes.KINDS.values():
+        problems = draw(9, 5, "bf16", "nt", H200, "ieee", (1e10, 1e11))
+        assert len({str(problem) for problem in problems}) == 9
+        assert all(1e10 <= problem.flops <= 1e11 for problem in problems)
+        with pytest.raises(ValueError, match=r"of 20000 shapes drawn 0 have 1e\+18 to 1e\+19 flop and serve"):
+            draw(1, 5, "bf16", "nt", H200, "ieee", (1e18, 1e19))
+    for wrong in ("1e10", "1e11..1e10", "a..b", "1..2..3", "nan..1"):
+        with pytest.raises(SystemExit):
+            favourites.main(["--flops", wrong])
+        said = f"--flops: got {wrong!r}, accepted are two numbers of flop such as 1e10..1e11"
+        assert said in capsys.readouterr().err
+
+
 def test_of_each_tile_one_favourite_is_timed_and_heavy_products_in_blocks():
     problems = [Problem.of(m, 4096, 4096, "bf16") for m in (512, 4096)]
     tiles = lambda found: {tuple(each.text.split("/")[1:3]) for each in found}  # noqa: E731

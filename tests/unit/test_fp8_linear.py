@@ -221,6 +221,12 @@ def test_what_cannot_be_is_refused(seed):
     layer = Fp8Linear.from_linear(linear)
     with pytest.raises(RuntimeError, match="input: it requires grad, and Fp8Linear passes no gradient on"):
         layer(x.requires_grad_())
+    trained = Fp8Linear.from_linear(linear)
+    trained.bias.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="bias: it requires grad, and Fp8Linear passes no gradient on"):
+        trained(inputs(seed))
+    with torch.no_grad():
+        assert torch.equal(trained(inputs(seed)), layer(inputs(seed)))
     with pytest.raises(ValueError, match=r"input: got shape \(4, 3\), expected \(\.\.\., 200\)"):
         layer(torch.ones(4, 3))
     with pytest.raises(ValueError, match=r"input: got shape \(\), expected"):

@@ -79,6 +79,10 @@ def test_bad_calls_of_the_module():
         made(X, EXPERTS)
     with pytest.raises(ValueError, match=re.escape("input: got shape (3, 5), expected (..., 8)")):
         MoE(8, 6, 5, top_k=2)(torch.randn(3, 5))
+    with pytest.raises(TypeError, match="input: got a nested tensor, expected a dense"):
+        MoE(8, 6, 5, top_k=2)(torch.nested.nested_tensor([torch.ones(4, 8)] * 2, layout=torch.jagged))
+    with pytest.raises(TypeError, match=r"input: got dtype torch\.float32, expected that of the router's weight, .*16"):
+        MoE(8, 6, 5, top_k=2).half()(X)
     with pytest.raises(TypeError, match="normalize: got str, accepted are True and False"):
         TopKRouter(8, 5, 2, normalize="no")
     with pytest.raises(TypeError, match=re.escape("router: it returned Tensor, expected (experts, weights)")):

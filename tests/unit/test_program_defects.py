@@ -1,11 +1,13 @@
 """Calls with an epilogue program that once went wrong, on backend "torch" or without a kernel."""
 
+import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
 
 import cutegemm
 from cutegemm import ops
+from cutegemm.errors import EpilogueError
 
 A, B = torch.ones(8, 16, dtype=torch.bfloat16), torch.ones(16, 8, dtype=torch.bfloat16)
 
@@ -19,6 +21,17 @@ def test_a_number_that_is_too_large_is_refused_after_a_call_with_a_small_one(sma
     assert torch.equal(cutegemm.gemm(A, B, epilogue=scale, operands=(small,), backend="torch"), 3 * (A @ B))
     with pytest.raises(ValueError, match=rf"operands\[0\]: got .*, which {kind} cannot hold"):
         cutegemm.gemm(A, B, epilogue=scale, operands=(large,), backend="torch")
+
+
+@pytest.mark.parametrize("p", [np.float32(0.25), np.float64(0.25)])
+def test_numpys_numbers_are_numbers_of_an_epilogue(p):
+    want = cutegemm.gemm(A, B, epilogue=lambda acc: ops.dropout(acc * 2.5, 0.25, 7), backend="torch")
+    got = cutegemm.gemm(A, B, epilogue=lambda acc: ops.dropout(acc * np.float32(2.5), p, 7), backend="torch")
+    assert torch.equal(got, want)
+    with pytest.raises(EpilogueError, match=r"dropout: p is 1\.5, accepted are"):
+        cutegemm.gemm(A, B, epilogue=lambda acc: ops.dropout(acc, np.float32(1.5), 7))
+    chosen = cutegemm.gemm(A, B, epilogue=lambda acc: ops.where(np.bool_(False), 0.0, acc), backend="torch")
+    assert torch.equal(chosen, A @ B)
 
 
 def test_a_tuple_of_one_result_gives_a_tensor_under_torch_compile_too():

@@ -125,6 +125,30 @@ def test_layers_of_ours_become_layers_of_8_bits(seed):
         assert torch.equal(once["mlp"](x[:, :8]), twice["mlp"](x[:, :8]))
 
 
+@pytest.mark.parametrize("dtype", [None, "fp8"])
+def test_a_handle_removes_its_hook_from_the_layer_in_the_modules_place(dtype):
+    model, called = torch.nn.Sequential(torch.nn.Linear(16, 16)), []
+    handles = [
+        model[0].register_forward_hook(lambda *_: called.append("forward")),
+        model[0].register_forward_hook(lambda *_, **__: called.append("kwargs"), with_kwargs=True),
+        model[0].register_forward_pre_hook(lambda *_: called.append("before")),
+        *([] if dtype else [model[0].register_full_backward_hook(lambda *_: called.append("backward"))]),
+    ]
+    replace_linears(model, dtype=dtype)
+    x = torch.ones(2, 16, requires_grad=dtype is None)
+    result = model(x)
+    if dtype is None:
+        result.sum().backward()
+    assert sorted(called) == sorted(["forward", "kwargs", "before", *([] if dtype else ["backward"])])
+    for handle in handles:
+        handle.remove()
+    called.clear()
+    result = model(x)
+    if dtype is None:
+        result.sum().backward()
+    assert called == []
+
+
 def test_a_swiglu_that_shares_a_weight_or_has_a_hook_stays():
     model = nn.ModuleList(SwiGLU(8, 16) for _ in range(4))
     model[1].gate_up_weight = model[0].gate_up_weight

@@ -90,6 +90,43 @@ def test_compiled_with_sizes_that_change(seed):
     assert counter.frame_count <= 2
 
 
+def test_compiled_with_floats_that_change(seed):
+    """A float argument of an operator is a constant of the graph: each value would compile anew, up to the limit."""
+    a, b = draw(seed, (6, 8), (8, 6))
+    offsets, ones = torch.tensor([6], dtype=torch.int32), torch.ones(())
+
+    def one_by_one(acc, s):
+        return acc * s
+
+    calls = {
+        "gemm": lambda s: cutegemm.gemm(a, b, epilogue=one_by_one, operands=(s,)),
+        "groups": lambda s: cutegemm.grouped_gemm(a, b[None], offsets, epilogue=one_by_one, operands=(s,)),
+        "scales": lambda s: cutegemm.gemm(
+            a.to(torch.float8_e4m3fn), b.t().contiguous().t().to(torch.float8_e4m3fn), scale_a=ones, scale_b=ones,
+            out_dtype=torch.float32, epilogue=one_by_one, operands=(s,),
+        ),
+    }  # fmt: skip
+    values = [0.1 * number + 0.05 for number in range(12)]
+    for call in calls.values():
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        found = torch.compile(call, fullgraph=True, backend=counter)
+        for value in values:
+            torch.testing.assert_close(found(value), call(value))
+        assert counter.frame_count == 2  # one for the first value, one for all others
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    by_size = torch.compile(
+        lambda a: cutegemm.gemm(a, b, epilogue=one_by_one, operands=(a.shape[0] ** -0.5,)),
+        fullgraph=True,
+        backend=counter,
+    )
+    for m in range(3, 15):
+        (a,) = draw(seed, (m, 8))
+        torch.testing.assert_close(by_size(a), (a @ b) * m**-0.5)
+    assert counter.frame_count == 2
+
+
 def test_compiled_under_autocast_and_with_out(seed):
     a, b, x = draw(seed, (8, 16), (16, 8), (8,))
 

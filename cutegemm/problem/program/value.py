@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from cutegemm.errors import EpilogueError
@@ -354,7 +355,7 @@ _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def where(chosen: Any, x: Any, y: Any) -> Value:
     """x where the condition holds, else y."""
-    if isinstance(chosen, bool):
+    if isinstance(chosen, bool | np.bool_):
         if torch.compiler.is_dynamo_compiling():
             # Of a value and a number that may change dynamo takes x == n for False and x != n for True, without a word.
             fail(

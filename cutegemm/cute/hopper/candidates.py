@@ -79,7 +79,7 @@ MOST_SWAPPED = 128
 """Rows of D that a swapped tile has at most where a program has several results."""
 LARGE_GROUP, MOST_TOKENS = 512, 96
 """For groups of so many rows, rounded up to a power of two, swapped tiles have at most so many tokens: wider ones took
-10 % longer than 128 x 256 on an H200, where the model expects them to be as fast (docs/tuning.md)."""
+10 % longer than 128 x 256 on an H200, where the model expects them to be as fast (docs/learning.md)."""
 UNSWAPPED_ROWS = 64
 """From this many rows on, the shortlists have tiles whose operands are not swapped."""
 FEW_SUMS = 1 << 19

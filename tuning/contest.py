@@ -18,9 +18,9 @@ from cutegemm.problem import DTYPES
 from cutegemm.tuner.budget import Budget
 from cutegemm.tuner.compile_pool import CompilePool, Compiler, default_jobs
 from cutegemm.tuner.space import Candidate
-from cutegemm.tuner.spread import Spread, spread_of
+from cutegemm.tuner.spread import Seconds, Spread, middle, spread_of
 from cutegemm.tuner.timer import GpuProcess, Timer, TimerBroken, TimerLost
-from cutegemm.tuner.timing import BLOCK_SECONDS, SUSTAINED_FLOPS
+from cutegemm.tuner.timing import BLOCK_SECONDS, PERIOD_SECONDS, SUSTAINED_FLOPS, pause
 from tuning import cli
 
 if TYPE_CHECKING:
@@ -130,25 +130,35 @@ def meet(
     candidates: Sequence[Candidate],
     stopped: Callable[[], bool] = lambda: False,
 ) -> Met:
-    """Times candidates of a problem that is open in the timer, afresh and in turns, products that meet the power limit
-    in long blocks. Each is checked before and after: who does not compile, is
-    wrong or breaks the timer has no time, and is named with the reason.
+    """Times candidates of a problem that is open in the timer, afresh and in turns: in short rounds, products that meet
+    the power limit in long blocks, and those that may run in either state in both, whose geometric mean counts. Each is
+    checked before and after: who does not compile, is wrong or breaks the timer has no time, and is named with the
+    reason.
 
     Args:
         stopped: asked often while kernels compile; those that are not compiled when it says so are left out.
     """
     wanted = list({candidate.key: candidate for candidate in candidates}.values())
     failed = compiled(pool.session(problem.signature, timer.arch), wanted, stopped)
-    sustained = problem.flops > SUSTAINED_FLOPS
-    rounds, block = (SUSTAINED_ROUNDS, BLOCK_SECONDS) if sustained else (ROUNDS, 0.0)
-    times: Mapping[Key, float] = {}
+    turns = [(SUSTAINED_ROUNDS, BLOCK_SECONDS) if problem.flops > SUSTAINED_FLOPS else (ROUNDS, 0.0)]
+    if pause(problem.flops):
+        turns.append((SUSTAINED_ROUNDS, PERIOD_SECONDS))
+    times: list[Mapping[Key, float]] = []
     try:
         fit = right(timer, [c for c in wanted if c.key not in failed], failed)
-        times = timer.time(fit, rounds, block) if fit else {}
+        times = [timer.time(fit, rounds, block) for rounds, block in turns] if fit else []
         fit = right(timer, fit, failed)  # once more: a race may have spared the first run
     except (TimerLost, TimerBroken) as why:
         return Met({}, {**{c.key: f"could not be timed: {why}" for c in wanted}, **failed})
-    return Met({candidate.key: times[candidate.key] for candidate in fit}, failed)
+    return Met({candidate.key: _as_one([found[candidate.key] for found in times]) for candidate in fit}, failed)
+
+
+def _as_one(times: Sequence[float]) -> float:
+    """One time, or the middle of that of short rounds and that of long blocks, with the spread of the short rounds."""
+    if len(times) == 1:
+        return times[0]
+    short, steady = times
+    return Seconds([middle(each, steady) for each in short.samples]) if isinstance(short, Seconds) else middle(*times)
 
 
 def compiled(

@@ -16,6 +16,7 @@ from cutegemm.choice import heuristics
 from cutegemm.hardware.roofline import roofline
 from cutegemm.problem import Problem
 from cutegemm.tuner.space import Candidate
+from cutegemm.tuner.spread import Seconds
 from cutegemm.tuner.timer import Check, TimerLost
 from cutegemm.winners import Winners
 from tests.tuning_fakes import H200, Clock, FakeCompiler, FakeTimer
@@ -135,10 +136,28 @@ def test_the_meeting_names_what_cannot_be_timed():
     assert timer.timed == [((good.key,), contest.ROUNDS, 0.0)]
     contest.meet(timer, compiler, Problem.of(8192, 8192, 8192), [good])
     assert timer.timed[-1][1:] == (contest.SUSTAINED_ROUNDS, contest.BLOCK_SECONDS)
+    begun = len(timer.timed)
+    contest.meet(timer, compiler, Problem.of(2048, 2048, 2048), [good])
+    assert [turn[1:] for turn in timer.timed[begun:]] == [(contest.ROUNDS, 0.0), (2, contest.PERIOD_SECONDS)]
     timer.time = lambda *rest: (_ for _ in ()).throw(TimerLost("gone"))
     met = contest.meet(timer, compiler, SMALL, [good, bad])
     assert met == contest.Met({}, {good.key: "could not be timed: gone", bad.key: "wrong: all"})
     assert compiler.cancelled
+
+
+def test_of_products_that_run_in_either_state_the_middle_of_both_times_counts():
+    fast, cool = Candidate("legacy", "fast"), Candidate("legacy", "cool")
+    rounds = {fast.key: [1.0, 2.0, 3.0], cool.key: [2.0, 4.0, 9.0]}
+    blocks = {fast.key: 8.0, cool.key: 2.0}
+    timer = FakeTimer({})
+    timer.time = lambda candidates, rounds_, block: {
+        c.key: blocks[c.key] if block else Seconds(rounds[c.key]) for c in candidates
+    }
+    met = contest.meet(timer, FakeCompiler(), Problem.of(2048, 2048, 2048), [fast, cool])
+    assert met.seconds == pytest.approx({fast.key: 4.0, cool.key: 8.0**0.5})  # of 2 and 8, of 4 and 2
+    spread = met.spread(fast, cool)
+    assert (spread.low, spread.high) == pytest.approx((0.5**0.5, (0.5**0.5 + 0.75**0.5) / 2))
+    assert not spread.parity
 
 
 def test_a_meeting_checks_once_more_and_waits_for_no_compiler_that_is_stopped():

@@ -294,7 +294,9 @@ def _limit(options: argparse.Namespace) -> int:
 
 def _on_this_host() -> int:
     """Processes that a launcher has started on this host."""
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    from cutegemm.tuner import shared
+
+    return max(1, shared.of_environment("LOCAL_WORLD_SIZE", 1))
 
 
 def _own_gpu() -> str:

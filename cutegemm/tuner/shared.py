@@ -55,20 +55,29 @@ class StoreLost(RuntimeError):
     """The store of the sweep does not answer: the process that has it is gone."""
 
 
+def of_environment(name: str, default: int) -> int:
+    """A whole number that torchrun has put into the environment. Raises ValueError, naming it, for anything else."""
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise ValueError(f"{name}: got {text!r} in the environment, expected a whole number, as torchrun sets it")
+    return int(text)
+
+
 def is_shared() -> bool:
     """Whether this process is one of several that torchrun, or another launcher with its variables, has started."""
-    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return "RANK" in os.environ and of_environment("WORLD_SIZE", 1) > 1
 
 
 def connect(problems: Sequence[Problem], **options: Any) -> SharedClaims:
     """The claims of this process, by the environment that torchrun makes: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 
-    torchrun's agent keeps the store; without one rank 0 does. Raises StoreLost where it does not answer.
+    torchrun's agent keeps the store; without one rank 0 does. Raises StoreLost where it does not answer, and ValueError
+    for a variable that is no number.
     """
     from torch.distributed import PrefixStore, TCPStore
 
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    host, port = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", "29500"))
+    rank, world = of_environment("RANK", 0), of_environment("WORLD_SIZE", 1)
+    host, port = os.environ.get("MASTER_ADDR", "localhost"), of_environment("MASTER_PORT", 29500)
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         base = TCPStore(host, port, None, serves, timedelta(seconds=CONNECT_S), False)

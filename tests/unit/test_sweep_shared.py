@@ -22,6 +22,7 @@ from cutegemm.winners.row import BOTH
 from tests import sweep_ranks
 from tests.tuning_fakes import PROBLEM, FakeCompiler, FakeTimer, candidate
 from tests.waiting import PATIENCE, wait_until
+from tuning import sweep
 
 ROOT = Path(__file__).parents[2]
 OUTCOME = Outcome(PROBLEM, 0)
@@ -40,6 +41,23 @@ def claims():
     yield make
     for each in made:
         each.leave()
+
+
+@pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "WORLD_SIZE", "RANK", "MASTER_PORT"])
+def test_a_variable_that_is_no_number_is_named(name, monkeypatch):
+    for variable, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1", name: "x"}.items():
+        monkeypatch.setenv(variable, value)
+    message = f"{name}: got 'x' in the environment, expected a whole number, as torchrun sets it"
+    if name == "LOCAL_WORLD_SIZE":
+        with pytest.raises(ValueError, match=message):
+            sweep._own_gpu()
+    elif name == "WORLD_SIZE":
+        with pytest.raises(ValueError, match=message):
+            shared.is_shared()
+    else:
+        assert shared.is_shared()
+        with pytest.raises(ValueError, match=message):
+            shared.connect([PROBLEM])
 
 
 def test_many_processes_and_lanes_take_every_problem_once(claims):

@@ -126,7 +126,8 @@ _HOOKS = (
     *HOOKS, "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )  # fmt: skip
-"""Registries that a `Linear` shares with the module in whose place it comes."""
+"""Registries that a `Linear` shares with the module in whose place it comes; hooks before load_state_dict are made anew
+for it (`from_linear`)."""
 
 
 def replace_linears(

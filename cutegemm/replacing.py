@@ -226,9 +226,12 @@ def replace_gated(
 
 def share_hooks(made: torch.nn.Module, module: torch.nn.Module, names: Iterable[str]) -> None:
     """Gives `made` the very hook registries of the module in whose place it comes, so that the handle of a hook, which
-    knows the registry, removes it there too."""
-    for name in names:
-        made.__dict__[name] = module.__dict__[name]
+    knows the registry, removes it there too. Registries without a hook stay apart, since no handle knows them; so do
+    all of a module whose weight a hook makes, which a function such as remove_weight_norm takes away."""
+    if "weight" in module._parameters:
+        for name in names:
+            if module.__dict__[name]:
+                made.__dict__[name] = module.__dict__[name]
 
 
 class Translating(torch.nn.Module):

@@ -45,7 +45,8 @@ class TopKRouter(torch.nn.Module):
         replacing.check_input(input, self.weight)
         if input.dim() == 0 or input.shape[-1] != self.weight.shape[1]:
             raise ValueError(f"input: got shape {tuple(input.shape)}, expected (..., {self.weight.shape[1]})")
-        if input.dtype != self.weight.dtype and not autocast.is_on(input.device.type):
+        casts = autocast.is_on(input.device.type) and input.is_floating_point() and input.dtype != torch.float64
+        if input.dtype != self.weight.dtype and not casts:
             expected = f"that of the router's weight, {self.weight.dtype}"
             raise TypeError(f"input: got dtype {input.dtype}, expected {expected}")
         shares = linear(input, self.weight).float().softmax(-1)

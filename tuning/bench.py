@@ -282,6 +282,8 @@ def main(arguments: list[str] | None = None) -> int:
         starts = suites.starts(options.offsets)
     except (OSError, ValueError) as why:
         parser.error(str(why))
+    if options.flops != random_shapes.ANY and not options.random:
+        parser.error("--flops: got it without --random, whose shapes it bounds")
     if options.random < 0:
         parser.error(f"--random: got {options.random}, expected a number of shapes")
     if not shapes and not options.random:

@@ -143,7 +143,7 @@ def add_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup, of: st
         metavar="FIRST..LAST",
         type=_span,
         default=ANY,
-        help="those of so many flop alone, such as 1e10..1e11",
+        help=f"of so many flop alone{of}, such as 1e10..1e11",
     )
 
 

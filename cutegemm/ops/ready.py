@@ -104,10 +104,13 @@ def dropout(x: Operand, p: Operand, seed: Operand) -> Any:
     Example (operands=(residual, step)):
         lambda acc, residual, seed: ops.dropout(acc, 0.1, seed) + residual
     """
-    if isinstance(p, numbers.Real) and not 0 <= float(p) < 1:
-        value.fail(f"dropout: p is {p}, accepted are 0 <= p < 1")
-    kept = 1.0 - p
-    if not isinstance(p, numbers.Real):
+    if isinstance(p, numbers.Real):
+        p = float(p)
+        if not 0 <= p < 1:
+            value.fail(f"dropout: p is {p}, accepted are 0 <= p < 1")
+        kept: Any = 1.0 - p
+    else:
+        kept = 1.0 - p
         kept = where(kept > 0.0, kept, 1.0)  # a derivative is 0 times the factor, which must be finite
     return where(random(seed) >= p, x * (1.0 / kept), 0.0)
 

@@ -32,19 +32,23 @@ def _once_a_graph(function: F) -> F:
     return function
 
 
-def kept(operands: Sequence[Any], like: torch.Tensor) -> Sequence[Any]:
-    """The operands, with those floats as tensors of one number, on the device of `like`, of which dynamo has seen more
-    than one value. To be traced by dynamo.
+def floats_as_tensors(operands: Sequence[Any], like: torch.Tensor) -> Sequence[Any]:
+    """The operands, with floats that may change as tensors of one number where `like` is. To be traced by dynamo.
 
-    A float argument of an operator is a constant of the graph, so that each value would compile anew. What fp32 does
+    A float may change where dynamo has seen two values of it, and where it follows from a size or from `.item()`. As an
+    argument of an operator it would be a constant of the graph, so that each value would compile anew. What fp32 does
     not hold is infinite in such a tensor, where a number is refused.
     """
     from torch.fx.experimental.symbolic_shapes import has_static_value  # which imports sympy
 
     found = []
     for operand in operands:
-        changes = isinstance(operand, float) and not has_static_value(operand)
-        found.append(like.new_ones((), dtype=torch.float32) * operand if changes else operand)
+        if not isinstance(operand, float) or has_static_value(operand):
+            found.append(operand)
+        elif type(like) is torch.Tensor or type(like) is torch.nn.Parameter:
+            found.append(torch.ones((), dtype=torch.float32, device=like.device) * operand)
+        else:  # of DTensors one of their kind, which torch makes constant again
+            found.append(like.new_ones((), dtype=torch.float32) * operand)
     return found
 
 
@@ -175,7 +179,16 @@ def _inputs(described: tuple[Described, ...]) -> tuple[Input, ...]:
 
 @_once_a_graph
 def _text_of_program(inputs: Any, nodes: Any, outputs: Any, gating: Any, described: tuple[Described, ...]) -> str:
-    return program_request.traced(Program(inputs, nodes, outputs, gating), _inputs(described)).text
+    given = _inputs(described)
+    of_call = [_taken(own, theirs) for own, theirs in zip(inputs, given, strict=False)]
+    inputs = (*of_call, *inputs[len(of_call) :])
+    return program_request.traced(Program(inputs, nodes, outputs, gating), given).text
+
+
+def _taken(own: Input, given: Input) -> Input:
+    """An input of a program as the call gives it: a number may have become a tensor (`floats_as_tensors`)."""
+    is_one = not (given.by_value or given.m or given.n or given.batched)
+    return own._replace(by_value=False) if own.by_value and is_one and own.dtype == given.dtype else own
 
 
 @_once_a_graph

@@ -116,7 +116,7 @@ def compute(
     """`gemm` with an epilogue; see there."""
     check_save(save)
     if _is_dynamo_compiling():
-        operands = compiled.kept(operands, a)
+        operands = compiled.floats_as_tensors(operands, a)
         return _by_operator(a, b, compiled.text_of(epilogue, operands), operands, out, out_dtype, how, save)
     program_request.refuse_products(a)
     if out is None and (serves := native.program) is not None and (meant := meant_by(epilogue)) is not None:

@@ -173,6 +173,9 @@ def test_random_shapes_are_those_of_the_generator(monkeypatch, capsys):
     monkeypatch.setattr(bench, "compile_ahead", lambda *given: (0, 0.0))
     monkeypatch.setattr(bench, "run", run)
     assert bench.main(["--random", "3", "--seed", "7", "--dtype", "fp32", "--suite", "gradients"]) == 0
+    with pytest.raises(SystemExit):
+        bench.main(["--flops", "1e9..1e10"])
+    assert "--flops: got it without --random, whose shapes it bounds" in capsys.readouterr().err
     drawn = random_shapes.sizes(3, 7, "fp32", "tn", H200)
     assert asked[:12] == [f"{suites.text(each.shape)} nt" for each in suites.laid("gradients")]
     assert asked[12:] == [f"{p.m}x{p.n}x{p.k}" for p in drawn]

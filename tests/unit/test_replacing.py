@@ -128,25 +128,59 @@ def test_layers_of_ours_become_layers_of_8_bits(seed):
 @pytest.mark.parametrize("dtype", [None, "fp8"])
 def test_a_handle_removes_its_hook_from_the_layer_in_the_modules_place(dtype):
     model, called = torch.nn.Sequential(torch.nn.Linear(16, 16)), []
+
+    def said(word):
+        return lambda *_, **__: called.append(word)
+
+    old = model[0]
     handles = [
-        model[0].register_forward_hook(lambda *_: called.append("forward")),
-        model[0].register_forward_hook(lambda *_, **__: called.append("kwargs"), with_kwargs=True),
-        model[0].register_forward_pre_hook(lambda *_: called.append("before")),
-        *([] if dtype else [model[0].register_full_backward_hook(lambda *_: called.append("backward"))]),
+        old.register_forward_hook(said("forward")),
+        old.register_forward_hook(said("kwargs"), with_kwargs=True),
+        old.register_forward_hook(said("always"), always_call=True),
+        old.register_forward_pre_hook(said("before")),
+        old.register_forward_pre_hook(said("kwargs before"), with_kwargs=True),
     ]
-    replace_linears(model, dtype=dtype)
-    x = torch.ones(2, 16, requires_grad=dtype is None)
-    result = model(x)
     if dtype is None:
-        result.sum().backward()
-    assert sorted(called) == sorted(["forward", "kwargs", "before", *([] if dtype else ["backward"])])
+        handles.append(old.register_full_backward_hook(said("backward")))
+        handles.append(old.register_full_backward_pre_hook(said("before backward")))
+        handles.append(old.register_state_dict_post_hook(said("state")))
+        handles.append(old.register_state_dict_pre_hook(said("before state")))
+        handles.append(old.register_load_state_dict_post_hook(said("loaded")))
+    replace_linears(model, dtype=dtype)
+
+    def used():
+        called.clear()
+        x = torch.ones(2, 16, requires_grad=dtype is None)
+        result = model(x)
+        if dtype is None:
+            result.sum().backward()
+            model.load_state_dict(model.state_dict())
+        return len(called)
+
+    assert used() == len(handles)
     for handle in handles:
         handle.remove()
-    called.clear()
-    result = model(x)
-    if dtype is None:
-        result.sum().backward()
-    assert called == []
+    assert used() == 0
+
+
+def test_a_hook_that_comes_later_belongs_to_one_layer_alone():
+    """A model that shares layers with another one, of which one is replaced."""
+    base, called = torch.nn.Sequential(torch.nn.Linear(16, 16)), []
+    other = replace_linears(torch.nn.Sequential(*base))
+    base[0].register_forward_hook(lambda *_: called.append("base"))
+    other[0].register_forward_hook(lambda *_: called.append("other"))
+    base(torch.ones(2, 16))
+    assert called == ["base"]
+    other(torch.ones(2, 16))
+    assert called == ["base", "other"]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_a_hook_that_makes_a_weight_stays_with_the_old_layer_too():
+    old = torch.nn.utils.weight_norm(torch.nn.Linear(8, 8))
+    model = replace_linears(torch.nn.Sequential(old))
+    torch.nn.utils.remove_weight_norm(model[0])
+    assert len(old._forward_pre_hooks) == 1
 
 
 def test_a_swiglu_that_shares_a_weight_or_has_a_hook_stays():

@@ -98,9 +98,13 @@ def test_compiled_with_floats_that_change(seed):
     def one_by_one(acc, s):
         return acc * s
 
+    program = cutegemm.trace_epilogue(one_by_one, (0.5,))
     calls = {
         "gemm": lambda s: cutegemm.gemm(a, b, epilogue=one_by_one, operands=(s,)),
+        "program": lambda s: cutegemm.gemm(a, b, epilogue=program, operands=(s,)),
+        "vmap": lambda s: torch.vmap(lambda a: cutegemm.gemm(a, b, epilogue=one_by_one, operands=(s,)))(a[None]),
         "groups": lambda s: cutegemm.grouped_gemm(a, b[None], offsets, epilogue=one_by_one, operands=(s,)),
+        "program in groups": lambda s: cutegemm.grouped_gemm(a, b[None], offsets, epilogue=program, operands=(s,)),
         "scales": lambda s: cutegemm.gemm(
             a.to(torch.float8_e4m3fn), b.t().contiguous().t().to(torch.float8_e4m3fn), scale_a=ones, scale_b=ones,
             out_dtype=torch.float32, epilogue=one_by_one, operands=(s,),

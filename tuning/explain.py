@@ -14,7 +14,7 @@ from cutegemm.choice import prepared
 from cutegemm.choice.plan import Plan
 from cutegemm.errors import GemmError
 from cutegemm.hardware import arch as arch_table
-from cutegemm.problem import DTYPES, PRECISIONS, Problem
+from cutegemm.problem import PRECISIONS, Problem
 from cutegemm.problem.dtypes import PRODUCTS
 from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
 from tuning import cli, suites
@@ -27,7 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", required=True, help="MxNxK, or one number for a square product; several by commas")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--dtype", choices=tuple(PRODUCTS), default="bf16")
-    parser.add_argument("--out-dtype", choices=DTYPES, help="by default as gemm has it: of fp8 bf16, of int8 int32")
+    parser.add_argument(
+        "--out-dtype", choices=tuple(PRODUCTS), help="by default as gemm has it: of fp8 bf16, of int8 int32"
+    )
     parser.add_argument("--precision", choices=PRECISIONS, default="ieee")
     parser.add_argument(
         "--majors",

@@ -23,7 +23,8 @@ from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.arch import Arch
 from cutegemm.hardware.cubin import usage
 from cutegemm.hardware.roofline import parts_of, quantization, roofline
-from cutegemm.problem import DTYPES, PRECISIONS, Problem
+from cutegemm.problem import PRECISIONS, Problem
+from cutegemm.problem.dtypes import PRODUCTS
 from cutegemm.run.arguments import Operands, Scalars
 from tuning import cli
 
@@ -120,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", default="legacy", choices=backends.WITH_KERNELS, help="backend of the kernel")
     parser.add_argument("--config", default=None, help="configuration, e.g. warp_tile; by default the backend chooses")
     parser.add_argument("--shape", type=_shape, default=(4096, 4096, 4096), help="MxNxK")
-    parser.add_argument("--dtype", choices=DTYPES, default=None)
+    parser.add_argument("--dtype", choices=tuple(PRODUCTS), default=None)
     parser.add_argument("--precision", choices=PRECISIONS, default="ieee")
     parser.add_argument("--majors", default="tt", help="BLAS letters of A and B, see Problem.of",
                         choices=["tn", "tt", "nn", "nt"])  # fmt: skip

@@ -28,7 +28,7 @@ from contextlib import ExitStack
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
-from cutegemm.problem import DTYPES, PRECISIONS
+from cutegemm.problem import PRECISIONS
 from cutegemm.problem.dtypes import ITEMSIZE, PRODUCTS
 from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
 from cutegemm.problem.grouped_request import MOST_GROUPS
@@ -64,7 +64,9 @@ def parser() -> argparse.ArgumentParser:
     kind.add_argument("--scaling", choices=RECIPES, help="of fp8 and int8: blocks measures products with scales of "
                       "1 x 128 elements of A and 128 x 128 of B; tensor and rows measure the plain product, whose "
                       "winners these recipes take")  # fmt: skip
-    kind.add_argument("--out-dtype", choices=DTYPES, help="of D; by default as gemm has it: of fp8 bf16, of int8 int32")
+    kind.add_argument(
+        "--out-dtype", choices=tuple(PRODUCTS), help="of D; by default as gemm has it: of fp8 bf16, of int8 int32"
+    )
     kind.add_argument("--batch", type=int, default=1, help="matrices, or groups of a work")
     kind.add_argument("--work", default="dense", choices=("dense", "ragged_m", "ragged_n", "ragged_k", "gathered_m"),
                       help="groups that divide M, N or K, which the shapes then have the totals of")  # fmt: skip
@@ -74,8 +76,8 @@ def parser() -> argparse.ArgumentParser:
     kind.add_argument("--epilogue", metavar="NAME", help="an epilogue program, whose winners are its own: swiglu, "
                       "geglu, silu, gelu_bias_residual, ... (another name gets the list); comma-separated")  # fmt: skip
     kind.add_argument("--activation", choices=ACTIVATIONS)
-    kind.add_argument("--bias", metavar="DTYPE", choices=DTYPES, help="a bias along N is added")
-    kind.add_argument("--c", metavar="DTYPE", choices=DTYPES, help="beta C is added")
+    kind.add_argument("--bias", metavar="DTYPE", choices=tuple(PRODUCTS), help="a bias along N is added")
+    kind.add_argument("--c", metavar="DTYPE", choices=tuple(PRODUCTS), help="beta C is added")
     search = made.add_argument_group("the search")
     cli.add_backends(search)
     search.add_argument(

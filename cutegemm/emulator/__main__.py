@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     products = tuple(problem.dtypes.PRODUCTS)
     out.add_argument("--dtype", default="fp16", choices=products, help="of A and B (default: fp16)")
     out.add_argument(
-        "--out-dtype", choices=problem.DTYPES, help="of D; by default as gemm has it: of fp8 bf16, of int8 int32"
+        "--out-dtype", choices=products, help="of D; by default as gemm has it: of fp8 bf16, of int8 int32"
     )
     out.add_argument("--precision", default="ieee", choices=problem.PRECISIONS, help="tf32: fp32 on tensor cores")
     out.add_argument(

@@ -140,6 +140,13 @@ def test_explain_refuses_what_gemm_refuses(given, why, capsys):
     assert why in capsys.readouterr().err
 
 
+def test_explain_takes_float64_where_gemm_does(capsys):
+    assert explain.main(["--shapes", "64", "--dtype", "fp64", "--out-dtype", "fp64", "--c"]) == 0
+    assert "fp64 -> fp64" in capsys.readouterr().out
+    assert explain.main(["--shapes", "64", "--dtype", "bf16", "--out-dtype", "fp64"]) == 2
+    assert "out_dtype: got torch.float64 with operands of torch.bfloat16" in capsys.readouterr().err
+
+
 def test_explain_without_a_gpu(capsys):
     assert explain.main(["--shapes", "4096x4096x64,128", "--bias", "--activation", "gelu", "--gpu", "H200"]) == 0
     shown = capsys.readouterr().out

@@ -147,6 +147,12 @@ def test_command_line_refuses(arguments, capsys):
     assert capsys.readouterr().err
 
 
+def test_products_of_float64_are_examined_too(capsys):
+    arguments = ["--backend", "cute", "--dtype", "fp64", "--arch", "H200", "--shape", "512x512x512", "--majors", "tn"]
+    assert tool.main(arguments) == 0
+    assert "shared memory" in capsys.readouterr().out
+
+
 def test_the_product_is_what_is_examined_and_parts_of_k_are_counted(capsys):
     """Not the launch that splits fp32 operands, which has more CTAs."""
     command = ["--backend", "cute", "--arch", "H200"]

@@ -55,4 +55,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except ValueError as why:  # of CUTEGEMM_ARCH, for one
+        sys.exit(f"cutegemm.demo: {why}")

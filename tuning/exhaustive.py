@@ -227,7 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
     made.add_argument(
         "--untaught", action="store_true", help="sweep as if the shape were new: no seeds but the heuristic's choice"
     )
-    made.add_argument("--store", help="the winners file; by default the user's, which gemm reads")
+    made.add_argument("--store", type=cli.store, help="the winners file; by default the user's, which gemm reads")
     contest.add_options(made)
     options = made.parse_args(arguments)
     try:

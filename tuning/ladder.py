@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--autotune", type=float, default=0.0, metavar="SECONDS", help="search the autotuned rungs this long"
     )
-    parser.add_argument("--plot", default=None, metavar="PNG", help="also draw the ladder (needs matplotlib)")
+    parser.add_argument(
+        "--plot", default=None, type=cli.output, metavar="PNG", help="also draw the ladder (needs matplotlib)"
+    )
     parser.add_argument("--emulate", action="store_true", help="use the emulator even where there is a GPU")
     options = parser.parse_args(argv)
     if options.name and options.ladder and options.name != options.ladder:

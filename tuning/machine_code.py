@@ -29,16 +29,19 @@ def answers(folder: Path, requests: Iterable[Request]) -> list[dict[str, str]]:
 
     Raises ValueError when that folder has no such tool, or it fails.
     """
-    lines = "".join(json.dumps(request) + "\n" for request in requests)
+    sources = Path(_said(folder, "")[0]["sources"])
+    # A folder without the package would be answered by the installed one. It is asked before anything is compiled.
+    if sources.resolve() != folder.resolve():
+        raise ValueError(f"before: got {folder}, expected a checkout of the sources; {sources} answered")
+    return _said(folder, "".join(json.dumps(request) + "\n" for request in requests))[1:]
+
+
+def _said(folder: Path, lines: str) -> list[dict[str, str]]:
     command = [sys.executable, "-m", "tuning.machine_code"]
     done = subprocess.run(command, cwd=folder, input=lines, text=True, capture_output=True, env=_without_path())
     if done.returncode:
         raise ValueError(f"before: tuning.machine_code failed in {folder}: {done.stderr.strip()[-500:]}")
-    first, *found = map(json.loads, done.stdout.splitlines())
-    # A folder without the package would be answered by the installed one.
-    if Path(first["sources"]).resolve() != folder.resolve():
-        raise ValueError(f"before: got {folder}, expected a checkout of the sources; {first['sources']} answered")
-    return found
+    return list(map(json.loads, done.stdout.splitlines()))
 
 
 def _without_path() -> dict[str, str]:
@@ -68,7 +71,12 @@ def answer(gpu: str, backend: str, config: str, problem: str) -> dict[str, str]:
 def main() -> int:
     print(json.dumps({"sources": str(Path(cutegemm.__file__).parents[1])}))
     for line in sys.stdin:
-        print(json.dumps(answer(*json.loads(line))), flush=True)
+        try:
+            gpu, backend, config, problem = json.loads(line)
+        except (TypeError, ValueError) as why:
+            print(json.dumps({"error": f"got {line.strip()[:80]!r}, which is no request: {why}"}), flush=True)
+            continue
+        print(json.dumps(answer(gpu, backend, config, problem)), flush=True)
     return 0
 
 

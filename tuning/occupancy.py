@@ -98,6 +98,8 @@ def resources(kernel: Any, problem: Problem) -> Resources:
 
     Raises ValueError when the launch is empty or the machine code holds no such kernel.
     """
+    if not problem.m or not problem.n:
+        raise ValueError(f"problem: {problem} launches nothing")
     launches = kernel.capture(problem, Operands(0x10000, 0x10000, 0x10000, 0, 0x10000), Scalars())
     # The product, whose tiles lie in shared memory, and not a launch that prepares operands or adds up parts.
     main = max((l for l in launches if hasattr(l, "block")), key=lambda l: (l.dynamic_smem, l.ctas), default=None)

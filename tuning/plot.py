@@ -184,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
         header, kind = given["header"], given["options"]
         title = f"{kind['dtype']} {kind['majors']}, {header['before'].split(',')[0]}"
         plot_bench(results, arch_table.get(header["arch"]), options.image, title=title)
-    except (KeyError, OSError, RuntimeError, ValueError) as why:
+    except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as why:
         print(f"{made.prog}: {why}", file=sys.stderr)
         return 2
     return 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -139,6 +140,12 @@ def plot(points: Sequence[Point], path: str) -> None:
     pyplot.close(figure)
 
 
+LARGE, SMALL = ((1024,) * 3, (4096,) * 3), ((128, 96, 64), (128, 96, 264), (128, 96, 2048))
+"""The sizes measured on a GPU, and in the emulator."""
+MOST_EMULATED = 1 << 27
+"""M N K of a size that the emulator computes in minutes."""
+
+
 def _size(text: str) -> tuple[int, int, int]:
     numbers = text.split("x")
     if not all(number.isdecimal() and int(number) > 0 for number in numbers) or len(numbers) not in (1, 3):
@@ -150,13 +157,22 @@ def _size(text: str) -> tuple[int, int, int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = cli.parser("precision", "error against time of float32's precisions")
-    parser.add_argument("--sizes", nargs="+", type=_size, default=[_size("1024"), _size("4096")], metavar="MxNxK")
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        type=_size,
+        metavar="MxNxK",
+        help="default: 1024 and 4096; with --emulate 128x96x64, 128x96x264 and 128x96x2048",
+    )
     parser.add_argument("--inputs", nargs="+", choices=INPUTS, default=list(INPUTS), help="kinds of input")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--emulate", action="store_true", help="errors alone, in the emulator")
     parser.add_argument("--config", default=EMULATED, help="what --emulate runs (default: %(default)s)")
-    parser.add_argument("--plot", metavar="FILE", help="draw error against time (.svg, .png)")
+    parser.add_argument("--plot", metavar="FILE", type=cli.output, help="draw error against time (.svg, .png)")
     options = parser.parse_args(arguments)
+    sizes = options.sizes or (SMALL if options.emulate else LARGE)
+    if options.emulate and (large := [size for size in sizes if math.prod(size) > MOST_EMULATED]):
+        parser.error(f"--sizes: got {'x'.join(map(str, large[0]))}; the emulator takes up to {MOST_EMULATED} products")
     if options.emulate and options.plot:
         parser.error("--plot: there are no times to draw with --emulate")
     if not options.emulate and not torch.cuda.is_available():
@@ -166,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     points = []
     try:
         for kind in options.inputs:
-            for m, n, k in options.sizes:
+            for m, n, k in sizes:
                 points += run(kind, m, n, k, options.seed)
     except (ValueError, UnsupportedError) as error:  # of --config
         parser.error(str(error))

@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
     made.add_argument(
         "--budget", type=cli.seconds, default=10.0, help=f"the sweep's, for each shape (default 10s); {MOST_HELP}"
     )
-    made.add_argument("--store", help="keep what is measured in this winners file")
+    made.add_argument("--store", type=cli.store, help="keep what is measured in this winners file")
     contest.add_options(made)
     options = made.parse_args(arguments)
     if options.count < 1 or options.jobs < 1:

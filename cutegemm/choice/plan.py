@@ -116,7 +116,8 @@ def choose(
     if found is not None:
         return Choice(*found)
     reasons = (
-        f"backend {name!r} cannot: {backends.get(name).unavailable(problem, arch)}" for name in backends.WITH_KERNELS
+        f"backend {name!r} cannot: {backends.get(name).unavailable(problem, arch) or 'no configuration has this size'}"
+        for name in backends.WITH_KERNELS
     )
     return _last_resort(problem, "no kernel of ours serves it: " + "; ".join(reasons))
 

@@ -83,6 +83,8 @@ def _problem(options: argparse.Namespace, arch: Arch) -> Problem:
         )  # fmt: skip
 
     kinds = [kind for kind in TAKES if options.dtype in (None, kind[0]) and options.precision in (None, kind[1])]
+    if not kinds and options.precision is None:
+        raise ValueError(f"--dtype: got {options.dtype!r}; accepted are {kind_names(TAKES)}")
     if not kinds:
         raise ValueError(
             f"--precision: got {options.precision!r} for {options.dtype}; accepted are {kind_names(TAKES)}"

@@ -13,7 +13,7 @@ import pytest
 from cutegemm.native import build
 from cutegemm.winners import Measurement, Winners
 from tests.unit.conftest import SHIPPED
-from tuning import command, explain
+from tuning import command, explain, precision
 
 ROOT = SHIPPED.parents[1]
 
@@ -145,6 +145,38 @@ def test_explain_takes_float64_where_gemm_does(capsys):
     assert "fp64 -> fp64" in capsys.readouterr().out
     assert explain.main(["--shapes", "64", "--dtype", "bf16", "--out-dtype", "fp64"]) == 2
     assert "out_dtype: got torch.float64 with operands of torch.bfloat16" in capsys.readouterr().err
+
+
+def test_the_page_on_tuning_shows_what_explain_says(capsys):
+    shown = (SHIPPED.parents[1] / "docs" / "tuning.md").read_text().split("```\n")[1].splitlines()
+    assert explain.main(["--shapes", "2048x1536x2048", "--gpu", "H200"]) == 0
+    said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert len(shown) == 3
+    assert [" ".join(line.split()) for line in shown] == [
+        line for line in said if line.split()[0] in {"backend", "configuration", "estimate"}
+    ]
+
+
+@pytest.mark.parametrize("tool", ["exhaustive", "untuned"])
+def test_a_file_that_is_no_store_is_refused_by_what_judges_too(tool, tmp_path, capsys):
+    notes = tmp_path / "notes.txt"
+    notes.write_text("mine")
+    with pytest.raises(SystemExit) as stop:
+        importlib.import_module(f"tuning.{tool}").main(["--store", str(notes)])
+    assert stop.value.code == 2
+    assert "which is no winners store" in capsys.readouterr().err
+    assert notes.read_text() == "mine"
+
+
+def test_precision_emulates_small_sizes_alone(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(precision, "emulated", lambda kind, *size, config: asked.append(size[:3]) or [])
+    monkeypatch.setattr(precision, "table", lambda points: "")
+    assert precision.main(["--emulate", "--inputs", "normal"]) == 0
+    assert asked == list(precision.SMALL)
+    with pytest.raises(SystemExit):
+        precision.main(["--emulate", "--sizes", "64", "1024"])
+    assert "--sizes: got 1024x1024x1024; the emulator takes up to" in capsys.readouterr().err
 
 
 def test_explain_without_a_gpu(capsys):

@@ -123,3 +123,20 @@ def test_a_request_that_cannot_be_compiled_is_answered(tmp_path):
     first, *found = map(json.loads, done.stdout.splitlines())
     assert first == {"sources": str(ROOT)}
     assert ["error" in each for each in found] == [True, True]
+
+
+def test_a_wrong_folder_is_refused_before_anything_is_compiled(tmp_path, monkeypatch):
+    asked = []
+    said = machine_code._said
+    monkeypatch.setattr(machine_code, "_said", lambda folder, lines: asked.append(lines) or said(folder, lines))
+    with pytest.raises(ValueError, match="expected a checkout of the sources"):
+        machine_code.answers(tmp_path, [REQUEST])
+    assert asked == [""]
+
+
+def test_what_is_no_request_has_an_answer(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", ["garbage\n", "[1]\n", "3\n"])
+    assert machine_code.main() == 0
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()][1:]
+    assert [each["error"][:5] for each in answers] == ["got '"] * 3
+    assert "garbage" in answers[0]["error"]

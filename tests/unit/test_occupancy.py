@@ -147,6 +147,14 @@ def test_command_line_refuses(arguments, capsys):
     assert capsys.readouterr().err
 
 
+@pytest.mark.parametrize("backend", ["cute", "legacy"])
+def test_an_empty_product_launches_nothing(backend, capsys):
+    with pytest.raises(SystemExit) as stop:
+        tool.main(["--backend", backend, "--arch", "H200", "--dtype", "fp16", "--majors", "tn", "--shape", "0x64x64"])
+    assert stop.value.code == 2
+    assert "launches nothing" in capsys.readouterr().err
+
+
 def test_products_of_float64_are_examined_too(capsys):
     arguments = ["--backend", "cute", "--dtype", "fp64", "--arch", "H200", "--shape", "512x512x512", "--majors", "tn"]
     assert tool.main(arguments) == 0

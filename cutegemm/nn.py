@@ -21,7 +21,7 @@ from cutegemm.problem.quantization import INPUTS
 from cutegemm.problem.reference import activate
 from cutegemm.pytorch import autocast, mlp
 from cutegemm.pytorch.sharded import is_distributed
-from cutegemm.quantized_linear import FORWARDS, HOOKS, Fp8Linear, check_quantized, why_not_quantized
+from cutegemm.quantized_linear import FORWARDS, Fp8Linear, check_quantized, why_not_quantized
 from cutegemm.quantized_mixture import Fp8MoE
 from cutegemm.quantized_mlp import Fp8SwiGLU
 from cutegemm.router import TopKRouter
@@ -122,12 +122,6 @@ class Linear(torch.nn.Linear):
 
 
 FORWARDS.append(Linear.forward)
-_HOOKS = (
-    *HOOKS, "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)  # fmt: skip
-"""Registries that a `Linear` shares with the module in whose place it comes; hooks before load_state_dict are made anew
-for it (`from_linear`)."""
 
 
 def replace_linears(
@@ -191,7 +185,7 @@ def replace_linears(
                     module, dtype, scaling=scaling, accumulate=accumulate, backend=backend,
                     constant_weight=constant_weights,
                 )  # fmt: skip
-            replacing.share_hooks(made[id(module)], module, HOOKS if dtype is not None else _HOOKS)
+            replacing.share_hooks(made[id(module)], module)
         return made[id(module)]
 
     replaced = replacing.replace_modules(model, is_chosen, replacement, "replace_linears")

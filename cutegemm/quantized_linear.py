@@ -38,10 +38,6 @@ factors that the values are multiplied by."""
 FORWARDS: list[Any] = [torch.nn.Linear.forward]
 """The forward methods of what `Fp8Linear` can stand for; cutegemm.nn adds that of its `Linear`, with an activation."""
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
-HOOKS = (
-    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)  # fmt: skip
 
 
 class Settings(NamedTuple):
@@ -270,7 +266,7 @@ class Fp8Linear(replacing.Translating):
         made = cls.__new__(cls)
         torch.nn.Module.__init__(made)
         made._fill(module.weight, module.bias, settings)
-        for name in HOOKS:
+        for name in replacing.FORWARD_HOOKS:
             getattr(made, name).update(getattr(module, name))
         return made.train(module.training)
 

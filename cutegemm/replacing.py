@@ -6,7 +6,7 @@ import operator
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +21,15 @@ _ACTIVATION_CLASSES = {
     "SiLUActivation": "silu", "PytorchGELUTanh": "gelu_tanh", "GELUTanh": "gelu_tanh", "GELUActivation": "gelu",
 }  # fmt: skip
 """Names of classes in transformers, which need not be installed; what they compute is tried."""
+FORWARD_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
+_OTHER_HOOKS = (
+    "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)  # fmt: skip
+"""Registries of a module's hooks, of its forward pass and others."""
 
 
 def check(model: Any, where: Any, name: str = "model") -> None:
@@ -224,12 +233,14 @@ def replace_gated(
     return replace_modules(model, is_chosen, replacement, caller, 4)
 
 
-def share_hooks(made: torch.nn.Module, module: torch.nn.Module, names: Iterable[str]) -> None:
+def share_hooks(made: torch.nn.Module, module: torch.nn.Module) -> None:
     """Gives `made` the very hook registries of the module in whose place it comes, so that the handle of a hook, which
-    knows the registry, removes it there too. Registries without a hook stay apart, since no handle knows them; so do
-    all of a module whose weight a hook makes, which a function such as remove_weight_norm takes away."""
+    knows the registry, removes it there too. What quantizes has those of its forward pass alone. Registries without a
+    hook stay apart, since no handle knows them; so do all of a module whose weight a hook makes, which a function such
+    as remove_weight_norm takes away. Hooks before load_state_dict are made anew (`cutegemm.nn.Linear.from_linear`).
+    """
     if "weight" in module._parameters:
-        for name in names:
+        for name in (*FORWARD_HOOKS, *(_OTHER_HOOKS if isinstance(made, torch.nn.Linear) else ())):
             if module.__dict__[name]:
                 made.__dict__[name] = module.__dict__[name]
 

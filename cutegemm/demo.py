@@ -25,7 +25,11 @@ def main() -> int:
     if device == "cuda":
         print(f"Running on {torch.cuda.get_device_name()}.")
     else:
-        name = plan.emulated_arch().name
+        try:
+            name = plan.emulated_arch().name
+        except ValueError as why:
+            print(f"cutegemm.demo: {why}", file=sys.stderr)
+            return 2
         print(f"No GPU here: the kernels are compiled for {name} and their PTX runs in the emulator (CUTEGEMM_ARCH).")
     m, n, k = SIZES[device]
     rows, right = [], True
@@ -55,7 +59,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ValueError as why:  # of CUTEGEMM_ARCH, for one
-        sys.exit(f"cutegemm.demo: {why}")
+    sys.exit(main())

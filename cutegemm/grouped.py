@@ -154,8 +154,7 @@ def grouped_gemm(
     given = grouped_scaled.Scaling(scale_a, scale_b, scaling)
     options = {"precision": precision, "backend": backend, "config": config}
     if _is_dynamo_compiling():
-        operands = compiled.floats_as_tensors(operands, a)
-        text = compiled.text_of(epilogue, operands)
+        text, operands = compiled.as_arguments(epilogue, operands, a)
         if given:
             return grouped_scaled.by_operator(a, b, sizes, text, operands, given, out, out_dtype, options)
         return by_operator(a, b, sizes, text, operands, out, out_dtype, options, save)

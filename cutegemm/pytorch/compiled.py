@@ -32,8 +32,16 @@ def _once_a_graph(function: F) -> F:
     return function
 
 
-def floats_as_tensors(operands: Sequence[Any], like: torch.Tensor) -> Sequence[Any]:
-    """The operands, with floats that may change as tensors of one number where `like` is. To be traced by dynamo.
+def as_arguments(epilogue: Any, operands: Sequence[Any], like: torch.Tensor) -> tuple[str, Sequence[Any]]:
+    """What an operator takes for an epilogue: the text of its program, and the operands. Floats among these that may
+    change are tensors, where `like` is. To be traced by dynamo. Raises as `text_of`.
+    """
+    operands = _floats_as_tensors(operands, like)
+    return text_of(epilogue, operands), operands
+
+
+def _floats_as_tensors(operands: Sequence[Any], like: torch.Tensor) -> Sequence[Any]:
+    """The operands, with floats that may change as tensors of one number where `like` is.
 
     A float may change where dynamo has seen two values of it, and where it follows from a size or from `.item()`. As an
     argument of an operator it would be a constant of the graph, so that each value would compile anew. What fp32 does
@@ -180,13 +188,13 @@ def _inputs(described: tuple[Described, ...]) -> tuple[Input, ...]:
 @_once_a_graph
 def _text_of_program(inputs: Any, nodes: Any, outputs: Any, gating: Any, described: tuple[Described, ...]) -> str:
     given = _inputs(described)
-    of_call = [_taken(own, theirs) for own, theirs in zip(inputs, given, strict=False)]
-    inputs = (*of_call, *inputs[len(of_call) :])
+    if len(inputs) == len(given):
+        inputs = tuple(map(_taken, inputs, given))
     return program_request.traced(Program(inputs, nodes, outputs, gating), given).text
 
 
 def _taken(own: Input, given: Input) -> Input:
-    """An input of a program as the call gives it: a number may have become a tensor (`floats_as_tensors`)."""
+    """An input of a program as the call gives it: a number may have become a tensor (`_floats_as_tensors`)."""
     is_one = not (given.by_value or given.m or given.n or given.batched)
     return own._replace(by_value=False) if own.by_value and is_one and own.dtype == given.dtype else own
 

@@ -116,8 +116,8 @@ def compute(
     """`gemm` with an epilogue; see there."""
     check_save(save)
     if _is_dynamo_compiling():
-        operands = compiled.floats_as_tensors(operands, a)
-        return _by_operator(a, b, compiled.text_of(epilogue, operands), operands, out, out_dtype, how, save)
+        text, operands = compiled.as_arguments(epilogue, operands, a)
+        return _by_operator(a, b, text, operands, out, out_dtype, how, save)
     program_request.refuse_products(a)
     if out is None and (serves := native.program) is not None and (meant := meant_by(epilogue)) is not None:
         found = serves(number := number_of(meant), a, b, operands, out_dtype, *how)

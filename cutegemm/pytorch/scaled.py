@@ -150,8 +150,7 @@ def compute(
         programs.check_save(save)
         autograd.refuse_gradients({f"operands[{i}]": each for i, each in enumerate(operands)})
         if tracing:
-            operands = compiled.floats_as_tensors(operands, a)
-            text = compiled.text_of(epilogue, operands)
+            text, operands = compiled.as_arguments(epilogue, operands, a)
         else:
             text = program_request.program_for(epilogue, operands, a.device).text
         results = torch.ops.cutegemm.scaled_gemm_program(

@@ -237,7 +237,8 @@ def share_hooks(made: torch.nn.Module, module: torch.nn.Module) -> None:
     """Gives `made` the very hook registries of the module in whose place it comes, so that the handle of a hook, which
     knows the registry, removes it there too. What quantizes has those of its forward pass alone. Registries without a
     hook stay apart, since no handle knows them; so do all of a module whose weight a hook makes, which a function such
-    as remove_weight_norm takes away. Hooks before load_state_dict are made anew (`cutegemm.nn.Linear.from_linear`).
+    as remove_weight_norm takes away. Hooks that run before load_state_dict are registered anew by
+    `cutegemm.nn.Linear.from_linear`.
     """
     if "weight" in module._parameters:
         for name in (*FORWARD_HOOKS, *(_OTHER_HOOKS if isinstance(made, torch.nn.Linear) else ())):

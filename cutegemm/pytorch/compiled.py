@@ -33,8 +33,8 @@ def _once_a_graph(function: F) -> F:
 
 
 def as_arguments(epilogue: Any, operands: Sequence[Any], like: torch.Tensor) -> tuple[str, Sequence[Any]]:
-    """What an operator takes for an epilogue: the text of its program, and the operands. Floats among these that may
-    change are tensors, where `like` is. To be traced by dynamo. Raises as `text_of`.
+    """What an operator takes for an epilogue: the text of its program, and the operands. Floats that may change
+    become tensors on the device of `like`. To be traced by dynamo. Raises as `text_of`.
     """
     operands = _floats_as_tensors(operands, like)
     return text_of(epilogue, operands), operands

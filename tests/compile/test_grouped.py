@@ -66,13 +66,16 @@ def test_nothing_is_spilled(config, work, majors, epilogue):
         "",
         "(acc, x0: bf16[M, 1]) -> bf16: return acc * x0",
         "(gate: halves[0], up: halves[1], x0: bf16[M, 1]) -> bf16: return silu(gate) * up * x0",
+        "(gate: halves[0], up: halves[1], x0: bf16[M, 1]) -> (bf16, bf16, bf16): return silu(gate) * up * x0, gate, up",
     ],
 )
 @pytest.mark.product(keep=2)
 def test_no_candidate_that_fits_a_group_spills(program, work, majors):
     epilogue = Epilogue(custom=simplified(parse(f"def epilogue{program}"))) if program else None
     problem = Problem.of(2048, 4096, 4096, majors=majors, batch=8, work=work, epilogue=epilogue)
-    listed = [candidates.shortlist(problem.signature, HOPPER, rows, 4096, 4096, 8) for rows in (64, 128, 256, 512)]
+    listed = [
+        candidates.shortlist(problem.signature, HOPPER, rows, 4096, 4096, 8) for rows in (64, 128, 256, 512, 1024)
+    ]
     fitted = {text for each in listed for text, _ in each if "/fit" in text}
     assert (len(fitted) == 0) == ("gate" in program and majors == "tt")
     for text in fitted:

@@ -53,11 +53,16 @@ _BANDED = ("sm90/128x256x64/coop2/c1x2/s4/serp16/zig/pdl",)
 `_STREAMED` for experts with 3072 to 28672 columns of gate and up
 (docs/grouped_measured.md#gathering-in-a-pass-of-its-own), and for 2048 rows a group 0.93 and 1.00 of it in two runs. It
 comes first, so that it is taken where the model expects the same time of both."""
-_RINGED = ("sm90/128x192x64/coop2/c1x2/s4/serp8/zig/pdl",)
+_RINGED = ("sm90/128x192x64/coop2/c1x2/s4/serp8/zig/pdl", *_BANDED)
 """Compared for groups of `RINGED_ROWS` rows and more whose program has several matrix operands: these travel through
 the ring, and results are stored by TMA. In ping-pong, which such tiles of the shortlists have, slabs store them
 (docs/grouped.md#matrix-operands)."""
 RINGED_ROWS = 64
+_WIDE = ("sm90/256x176x64/coop2/c2x1/s3/serp8/swap/zig/streamk/fit/pdl",)
+"""Compared for groups of `WIDE_ROWS` rows, rounded up to a power of two, whose program gives several results of gate
+and up. On an H200 it took 0.94 to 1.00 of the time of 128 columns there, and 0.96 to 1.06 with other numbers of rows
+(docs/grouped_measured.md#the-products-of-a-training-step)."""
+WIDE_ROWS = 1024
 FITTED_ROWS: Mapping[int, tuple[str, ...]] = {
     64: ("sm90/256x96x64/coop2/c2x1/s4/serp8/swap/zig/fit/pdl",),
     128: ("sm90/256x176x64/coop2/c2x1/s4/serp8/swap/zig/streamk/fit/pdl",),
@@ -111,6 +116,7 @@ def _with_shortlists(signature: Signature) -> tuple[str, ...]:
     """The candidates with shortlists, as they serve a signature."""
     texts = (*shortlists.configurations(), *_ROW_BY_ROW, *_IN_PARTS, *_STREAMED, *_BANDED, *_RINGED)
     texts += _fitted(signature, [text for each in FITTED_ROWS.values() for text in each])
+    texts += _WIDE if _takes_wide(signature) else ()
     return tuple(dict.fromkeys(_served(text, signature) for text in texts))
 
 
@@ -146,6 +152,12 @@ def _fitted(signature: Signature, texts: Sequence[str]) -> tuple[str, ...]:
     elif signature.work == SCATTERED:
         texts = [text.replace("256x176", "256x160") for text in texts]
     return tuple(dict.fromkeys(texts))
+
+
+def _takes_wide(signature: Signature) -> bool:
+    """Whether `_WIDE` is compared for groups of a signature."""
+    several = signature.epilogue.gating is not None and len(signature.results) > 1
+    return several and signature.work == RAGGED_M and bool(_fitted(signature, _WIDE))
 
 
 def _is_crowded(signature: Signature) -> bool:
@@ -263,6 +275,8 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
         found += (each for each in twins if each[0] in shortlists.configurations())
     if len(signature.results) > 1:  # wider ones keep 8 to 112 bytes of registers in local memory with some programs
         found = [each for each in found if not _is_swapped_beyond(each[0], MOST_SWAPPED)]
+    if m == WIDE_ROWS and _takes_wide(signature):
+        found += ((text, False) for text in _WIDE)
     return _as_they_fit([(_served(text, signature), split) for text, split in found], signature)
 
 

@@ -139,15 +139,14 @@ def replace_linears(
 
     With `dtype` ("fp8", "int8" or another one that `Fp8Linear` takes) the replacement is an `Fp8Linear`, whose weight
     is quantized now, with `scaling` and `accumulate` as there, and every `Linear` of ours is replaced, too; `precision`
-    is then refused. The memory of a replaced
-    weight is freed when nothing else holds it: a weight tied to an embedding stays. Layers that must be exact, often
-    the last one, are left out by `where`.
+    is then refused. The memory of a replaced weight is freed when nothing else holds it: a weight tied to an embedding
+    stays. Layers that must be exact, often the last one, are left out by `where`.
 
     Left as they are: modules of subclasses of torch.nn.Linear (quantized ones, say), those with a dtype that no kernel
     takes, those whose weight is sparse or of a subclass of Tensor that computes itself (torchao's quantized weights;
-    DTensors are taken), parametrized ones, with `dtype` those whose weight a hook makes (weight_norm, pruning), and
-    those for which `where(name, module)` is false. Tied parameters stay tied, and a module that stands in several
-    places is replaced by one.
+    DTensors are taken), parametrized ones, with `dtype` those whose weight a hook makes (weight_norm, pruning) or that
+    have parameters, buffers or children besides weight and bias, and those for which `where(name, module)` is false.
+    Tied parameters stay tied, and a module that stands in several places is replaced by one.
 
     constant_weights=True promises that no running kernel writes a weight when its layer is called, so that a layer may
     fetch its weight while the kernel in front still runs: for inference with weights that stay as they are. Not for

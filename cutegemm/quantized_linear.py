@@ -249,13 +249,14 @@ class Fp8Linear(replacing.Translating):
         backend: str = "auto",
         constant_weight: bool = False,
     ) -> Fp8Linear:
-        """The layer with the quantized weight of `module`, the memory of its bias, its forward hooks and training mode.
+        """The layer with the quantized weight of `module`, the memory of its bias, its forward hooks, the attributes
+        that somebody has set on it, and its training mode.
 
         activation: None means that of a `cutegemm.nn.Linear`.
 
         On the meta device nothing is quantized: load_state_dict(..., assign=True) gives the numbers.
-        Raises TypeError for a module that is no torch.nn.Linear of fp16, bf16 or fp32, or may compute something else;
-        else as the constructor.
+        Raises TypeError for a module that is no torch.nn.Linear of fp16, bf16 or fp32, may compute something else, or
+        has parameters, buffers or children besides weight and bias; else as the constructor.
         """
         reason = why_not_quantized(module)
         if reason is not None:
@@ -268,6 +269,7 @@ class Fp8Linear(replacing.Translating):
         made._fill(module.weight, module.bias, settings)
         for name in replacing.FORWARD_HOOKS:
             getattr(made, name).update(getattr(module, name))
+        replacing.keep_attributes(made, module)
         return made.train(module.training)
 
     @classmethod
@@ -341,6 +343,8 @@ def why_not_quantized(module: Any) -> str | None:
             "got a weight that is no parameter: a hook makes it in every call; make it a parameter first "
             "(torch.nn.utils.remove_weight_norm, torch.nn.utils.prune.remove)"
         )
+    if more := replacing.parts_besides(module, "weight", "bias"):
+        return f"got {', '.join(more)} besides weight and bias, for which the quantized layer has no place"
     if module.weight.dim() != 2 or module.weight.is_neg():
         what = "a lazily negated view" if module.weight.is_neg() else f"of shape {tuple(module.weight.shape)}"
         return f"got a weight that is {what}, expected (out_features, in_features) with memory of its own"

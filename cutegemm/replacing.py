@@ -246,6 +246,22 @@ def share_hooks(made: torch.nn.Module, module: torch.nn.Module) -> None:
                 made.__dict__[name] = module.__dict__[name]
 
 
+def parts_besides(module: torch.nn.Module, *known: str) -> list[str]:
+    """The names of a module's parameters, buffers and children but for those known, and for parametrizations."""
+    names = (*module._parameters, *module._buffers, *module._modules)
+    return [name for name in names if name not in (*known, "parametrizations")]
+
+
+def keep_attributes(made: torch.nn.Module, module: torch.nn.Module) -> None:
+    """Gives `made` what somebody has set on the module in whose place it comes, which a hook may read; not what a
+    `cutegemm.nn.Linear` has been told, nor what `torch.nn.Module.compile` made of the old one.
+    """
+    told = ("activation", "precision", "backend", "constant_weight", "_compiled_call_impl")
+    for name, value in module.__dict__.items():
+        if name not in told:
+            made.__dict__.setdefault(name, value)
+
+
 class Translating(torch.nn.Module):
     """A module that makes its own entries of those of other modules before it loads them."""
 

@@ -16,6 +16,7 @@ import torch
 from cutegemm.errors import EpilogueError
 from cutegemm.problem import program_request
 from cutegemm.problem.dtypes import TABLE, dtype_name
+from cutegemm.problem.extents import is_one
 from cutegemm.problem.program.graph import F32, I32, OPS, Input, Program
 from cutegemm.problem.program.simplify import simplified
 from cutegemm.problem.program.trace import output_of
@@ -97,9 +98,9 @@ def _described(operand: Any) -> Described:
     extents = (1, 1, 1, *operand.shape)[-3:]
     return (
         operand.dtype,
-        True if extents[1] != 1 else False,  # noqa: SIM210  a symbolic size becomes a constant by a branch
-        True if extents[2] != 1 else False,  # noqa: SIM210
-        True if extents[0] != 1 else False,  # noqa: SIM210
+        not is_one(extents[1]),
+        not is_one(extents[2]),
+        not is_one(extents[0]),
     )
 
 

@@ -28,7 +28,7 @@ from cutegemm.pytorch import (
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.pytorch.program_autograd import check_save, refuse_tangents
-from cutegemm.pytorch.program_operator import divided, joined, program_of
+from cutegemm.pytorch.program_operator import divided, joined, listed, program_of
 from cutegemm.run import grouped
 from cutegemm.run.how import How, carried
 
@@ -127,6 +127,7 @@ def _recorded(
 ):  # fmt: skip
     """grouped_gemm as a differentiable function: its forward pass calls the operator below autograd."""
     below = keyset & registering.BELOW_AUTOGRAD
+    operands, numbers, integers = listed(operands, numbers, integers)
     tensors = (a, b, *operands)
     refuse_tangents(*tensors)
     if sharded.is_distributed(*tensors):

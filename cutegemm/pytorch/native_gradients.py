@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cutegemm import native
+from cutegemm.problem.extents import are_equal, is_one
 from cutegemm.pytorch.autograd import Settings, gradients
 
 
@@ -52,7 +53,7 @@ def gradients_of_saved(
 
 def mergeable(x: torch.Tensor) -> bool:
     """Whether the two leading dimensions of three are one in memory."""
-    return x.shape[0] == 1 or x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+    return is_one(x.shape[0]) or is_one(x.shape[1]) or are_equal(x.stride(0), x.shape[1] * x.stride(1))
 
 
 native.in_python["gradients"] = gradients_of_saved

@@ -15,6 +15,7 @@ from cutegemm import native
 from cutegemm.problem import request
 from cutegemm.problem.dtypes import PRODUCTS, product_dtype_name, torch_dtype
 from cutegemm.problem.epilogue import Epilogue
+from cutegemm.problem.extents import is_one
 from cutegemm.pytorch import autograd, registering, sharded, sharding, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.run.call import compute
@@ -72,9 +73,9 @@ def check(a: Any, b: Any, c: Any, beta: float, bias: Any, activation: str | None
     shape: tuple[Any, ...] = (m, n)
     if a.dim() == 3 or b.dim() == 3:
         la, lb = (x.shape[0] if x.dim() == 3 else 1 for x in (a, b))
-        if la != 1 and lb != 1:
+        if not (is_one(la) or is_one(lb)):
             torch._check_value(la == lb, lambda: f"b: got a batch of {lb}, expected that of a, {la}, or 1")
-        shape = (la if lb == 1 else lb, m, n)
+        shape = (la if is_one(lb) else lb, m, n)
     request.check_beta(beta, c)
     if c is not None:
         request.check_c_shape(c, shape)

@@ -25,6 +25,7 @@ from torch.autograd import forward_ad
 
 from cutegemm.problem import program_request, request
 from cutegemm.problem.dtypes import dtype_name
+from cutegemm.problem.extents import have_same, is_one
 from cutegemm.problem.grouped_request import Sizes
 from cutegemm.problem.program.derive import Backward, Source
 from cutegemm.problem.program.evaluate import columns_of, evaluate, summed
@@ -302,7 +303,7 @@ def _shape(a: Like, b: Like) -> tuple[int, ...]:
     if a.dim() == 2 and b.dim() == 2:
         return m, n
     la, lb = (each.shape[0] if each.dim() == 3 else 1 for each in (a, b))
-    return (la if lb == 1 else lb), m, n
+    return (la if is_one(lb) else lb), m, n
 
 
 def _nothing(grads: Sequence[Any], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -376,8 +377,8 @@ def of_operand(gradient: torch.Tensor | None, like: Like, device: Any) -> torch.
     if gradient is None:
         return torch.zeros(like.shape, dtype=like.dtype, device=device)
     shape = like.shape[max(like.dim() - gradient.dim(), 0) :]
-    if tuple(shape) != tuple(gradient.shape):
+    if not have_same(shape, gradient.shape):
         return summed(gradient, shape).to(like.dtype).reshape(like.shape)
     gradient = gradient.to(like.dtype)
     # What is passed on, or another operand's too, autograd knows to be shared. Of a view it would not know.
-    return gradient if gradient.shape == like.shape else gradient.reshape(like.shape).clone()
+    return gradient if have_same(gradient.shape, like.shape) else gradient.reshape(like.shape).clone()

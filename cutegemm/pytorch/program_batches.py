@@ -11,6 +11,7 @@ import torch
 
 from cutegemm.problem import request
 from cutegemm.problem.dtypes import dtype_name
+from cutegemm.problem.extents import is_one
 from cutegemm.problem.program.graph import I32, Program
 from cutegemm.pytorch import transforms
 
@@ -49,7 +50,7 @@ def mapped(
         a, a_mapped = a.expand(size, *a.shape), True
     batch = None
     if a_batched or b_batched:
-        batch = b.shape[-3] if b_batched and (not a_batched or a.shape[-3] == 1) else a.shape[-3]
+        batch = b.shape[-3] if b_batched and (not a_batched or is_one(a.shape[-3])) else a.shape[-3]
         a, b = (each if batched else each.unsqueeze(-3) for each, batched in ((a, a_batched), (b, b_batched)))
         a, b = (transforms.rows(each.expand(size, batch, *each.shape[-2:])) for each in (a, b))
     for number, (tensor, own) in enumerate(zip(fronted[2:], is_mapped[2:], strict=True)):
@@ -66,7 +67,7 @@ def mapped(
 
 def described(program: Program, tensors: Sequence[torch.Tensor]) -> Program:
     """The program with inputs as these tensors are: their dtypes, and which of their extents are not 1."""
-    kinds = [(each.dtype, *(bool(extent != 1) for extent in (1, 1, 1, *each.shape)[-3:])) for each in tensors]
+    kinds = [(each.dtype, *(not is_one(extent) for extent in (1, 1, 1, *each.shape)[-3:])) for each in tensors]
     return _with_inputs(program, tuple(kinds))
 
 

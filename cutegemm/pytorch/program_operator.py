@@ -46,7 +46,7 @@ def program_of(text: str) -> Program:
 def joined(program: Program, tensors: Sequence[Any], numbers: Sequence[Any], integers: Sequence[Any]) -> list[Any]:
     """The operands in the program's order. Raises ValueError where their numbers do not fit."""
     counts = [0, 0, 0]
-    given = (tensors, numbers, integers)
+    given = listed(tensors, numbers, integers)
     found = []
     for each in program.inputs:
         kind = 0 if not each.by_value else 2 if each.dtype == "int32" else 1
@@ -57,6 +57,11 @@ def joined(program: Program, tensors: Sequence[Any], numbers: Sequence[Any], int
         wanted, got = ("{} tensors, {} floats and {} integers".format(*each) for each in (counts, map(len, given)))
         raise ValueError(f"operands: the program takes {wanted}, got {got}")
     return found
+
+
+def listed(*lists: Sequence[Any] | None) -> tuple[Sequence[Any], ...]:
+    """The lists of an operator's arguments: AOTInductor's runtime gives None for an empty one."""
+    return tuple(each or () for each in lists)
 
 
 def divided(operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
@@ -160,6 +165,7 @@ _redispatch = torch.ops.cutegemm.gemm_program.default.redispatch
 def _recorded(keyset, a, b, operands, numbers, integers, program, out_dtype=None, *options):
     """gemm_program as a differentiable function: its forward pass calls the operator below autograd."""
     below = keyset & registering.BELOW_AUTOGRAD
+    operands, numbers, integers = listed(operands, numbers, integers)
     tensors = (a, b, *operands)
     program_autograd.refuse_tangents(*tensors)
     if sharded.is_distributed(*tensors):

@@ -302,6 +302,30 @@ def test_a_weight_that_a_hook_makes_is_left(seed):
             Fp8Linear.from_linear(layer)
 
 
+def test_what_somebody_has_set_on_a_layer_is_kept_or_the_layer_left(seed):
+    """A hook reads an attribute, a child or a buffer of the layer that is replaced."""
+    torch.manual_seed(seed)
+    smoothed, with_child, with_buffer = (torch.nn.Linear(200, 200) for _ in range(3))
+    smoothed.factors = torch.rand(200) + 0.5
+    smoothed.register_forward_pre_hook(lambda module, given: (given[0] * module.factors,))
+    with_child.lora = torch.nn.Linear(200, 200)
+    with_child.register_forward_hook(lambda module, given, d: d + module.lora(given[0]))
+    with_buffer.register_buffer("shift", torch.rand(200))
+    with_buffer.register_forward_hook(lambda module, given, d: d + module.shift)
+    model = torch.nn.Sequential(smoothed, with_child, with_buffer)
+    x, names = inputs(seed, torch.float32), set(model.state_dict())
+    with torch.no_grad():
+        want = model(x)
+        found = replace_linears(model, dtype="fp8")(x)
+    assert (found - want).norm() < 0.1 * want.norm()
+    assert names <= set(model.state_dict())
+    assert [type(each) for each in model] == [Fp8Linear, torch.nn.Linear, torch.nn.Linear]
+    assert isinstance(model[1].lora, Fp8Linear)
+    assert not hasattr(Fp8Linear.from_linear(cutegemm.nn.Linear(200, 200)), "precision")
+    with pytest.raises(TypeError, match="module: got lora besides weight and bias, for which"):
+        Fp8Linear.from_linear(with_child)
+
+
 def test_torchs_encoders_call_their_quantized_layers(seed):
     torch.manual_seed(seed)
     layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)

@@ -397,3 +397,43 @@ def test_compiled_alpha_of_a_size_that_changes(seed):
     for rows in (3, 5, 6):
         a, b = draw(seed, (rows, 6), (6, 8))
         torch.testing.assert_close(step(a, b), a @ b / rows + rows)
+
+
+def test_integers_that_change_compile_once_more_with_gradients(seed):
+    """A seed, and a size: the backward pass reads both, and guards on neither."""
+    a, b = draw(seed, (4, 6), (6, 8))
+    a.requires_grad_()
+
+    def call(a, seed):
+        rows = cutegemm.gemm(a, b, epilogue=lambda acc, n: acc * n, operands=(a.shape[0],))
+        return rows + cutegemm.gemm(a, b, epilogue=lambda acc, s: ops.dropout(acc, 0.5, s), operands=(seed,))
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    step = compiled(call, counter)
+    for number in range(2, 14):
+        want, got = (torch.autograd.grad(run(a, number).square().sum(), a) for run in (call, step))
+        torch.testing.assert_close(got, want)
+    assert counter.frame_count == 2
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_package_of_aotinductor_gives_none_for_empty_lists(seed, tmp_path):
+    """Its runtime calls operators with None in place of empty lists of operands."""
+    b, experts, scale = *draw(seed, (16, 8), (4, 16, 8)), torch.ones(())
+
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            ends = torch.arange(1, 5, dtype=torch.int32) * 3
+            values = (8 * x).to(torch.float8_e4m3fn)
+            return (
+                cutegemm.gemm(x, b, epilogue=ops.silu),
+                cutegemm.grouped_gemm(x, experts, ends, epilogue=ops.silu),
+                cutegemm.gemm(values, values.t(), scale_a=scale, scale_b=scale, epilogue=ops.silu),
+            )
+
+    model, (x,) = Module(), draw(seed, (12, 16))
+    with torch.no_grad():
+        program = torch.export.export(model, (x,))
+        package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+        for got, want in zip(torch._inductor.aoti_load_package(package)(x), model(x), strict=True):
+            torch.testing.assert_close(got, want)

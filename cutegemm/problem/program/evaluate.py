@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cutegemm.problem import rounding
+from cutegemm.problem.extents import is_one
 from cutegemm.problem.program import random
 from cutegemm.problem.program.graph import I32, Input, Node, Program
 from cutegemm.problem.reference import activate
@@ -107,17 +108,20 @@ class Place:
     def operand(self, given: Input, value: Tensor | float | int, dtype: torch.dtype) -> Tensor:
         """An operand in fp32 or float64 (or int32), of three dimensions. Raises ValueError for one of another shape."""
         kind = torch.int32 if given.type == I32 else dtype
-        tensor = torch.as_tensor(value, device=self.device)
+        if isinstance(value, torch.SymInt):  # as_tensor asks for its value, by which a graph would be specialized
+            tensor = torch.scalar_tensor(value, dtype=torch.int64, device=self.device)
+        else:
+            tensor = torch.as_tensor(value, device=self.device)
         if given.by_value and given.type != I32:
             tensor = tensor.float()
         tensor = tensor.to(kind)
         tensor = tensor.reshape((1,) * (3 - tensor.dim()) + tuple(tensor.shape))
         whole = (self.count, self.m, given.columns(self.n))
         want = tuple(each if own else 1 for each, own in zip(whole, (given.batched, given.m, given.n), strict=True))
-        if any(own not in (1, each) for own, each in zip(tensor.shape, want, strict=True)):
+        if any(not (is_one(own) or own == each) for own, each in zip(tensor.shape, want, strict=True)):
             got = tuple(tensor.shape)
             raise ValueError(f"operand {given.name}: got shape {got}, expected one that broadcasts to {want}")
-        if given.period and tensor.shape[-1] != 1:
+        if given.period and not is_one(tensor.shape[-1]):
             tensor = tensor[..., torch.arange(self.n, device=self.device) % given.period]
         return tensor
 
@@ -127,7 +131,7 @@ class Place:
 
     def exchanged(self, x: Tensor) -> Tensor:
         """x with columns 2j and 2j + 1 exchanged."""
-        if x.shape[-1] == 1 and self.n > 1:
+        if is_one(x.shape[-1]) and not is_one(self.n):
             return x
         return torch.stack((x[..., 1::2], x[..., 0::2]), -1).reshape(x.shape)  # batches of gradients have no unflatten
 
@@ -231,11 +235,13 @@ def summed(x: Tensor, shape: Sequence[int]) -> Tensor:
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     columns = shape[-1] if len(shape) else 1
-    if columns not in (1, x.shape[-1]):
+    if not is_one(columns) and columns != x.shape[-1]:
         times = -(-x.shape[-1] // columns)
         whole = torch.nn.functional.pad(x, (0, times * columns - x.shape[-1]))
         x = whole.reshape(*whole.shape[:-1], times, columns).sum(-2, dtype=wide)
     more = x.dim() - len(shape)
-    repeated = [more + place for place, extent in enumerate(shape) if extent == 1 != x.shape[more + place]]
+    repeated = [
+        more + place for place, extent in enumerate(shape) if is_one(extent) and not is_one(x.shape[more + place])
+    ]
     axes = (*range(more), *repeated)
     return (x.sum(axes, keepdim=True, dtype=wide) if axes else x.to(wide)).reshape(tuple(shape))

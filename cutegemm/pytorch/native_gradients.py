@@ -53,7 +53,7 @@ def gradients_of_saved(
 
 def mergeable(x: torch.Tensor) -> bool:
     """Whether the two leading dimensions of three are one in memory."""
-    return is_one(x.shape[0]) or is_one(x.shape[1]) or are_equal(x.stride(0), x.shape[1] * x.stride(1))
+    return are_equal(x.stride(0), x.shape[1] * x.stride(1)) or is_one(x.shape[0]) or is_one(x.shape[1])
 
 
 native.in_python["gradients"] = gradients_of_saved

@@ -249,8 +249,8 @@ class Fp8Linear(replacing.Translating):
         backend: str = "auto",
         constant_weight: bool = False,
     ) -> Fp8Linear:
-        """The layer with the quantized weight of `module`, the memory of its bias, its forward hooks, the attributes
-        that somebody has set on it, and its training mode.
+        """The layer with the quantized weight of `module`, the memory of its bias, its forward hooks, attributes that
+        somebody has set on `module`, and its training mode.
 
         activation: None means that of a `cutegemm.nn.Linear`.
 

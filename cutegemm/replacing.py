@@ -247,19 +247,21 @@ def share_hooks(made: torch.nn.Module, module: torch.nn.Module) -> None:
 
 
 def parts_besides(module: torch.nn.Module, *known: str) -> list[str]:
-    """The names of a module's parameters, buffers and children but for those known, and for parametrizations."""
-    names = (*module._parameters, *module._buffers, *module._modules)
-    return [name for name in names if name not in (*known, "parametrizations")]
+    """The names of a module's parameters, buffers and children, without those known and without parametrizations."""
+    parts = {**module._parameters, **module._buffers, **module._modules}
+    return [name for name, part in parts.items() if part is not None and name not in (*known, "parametrizations")]
 
 
 def keep_attributes(made: torch.nn.Module, module: torch.nn.Module) -> None:
-    """Gives `made` what somebody has set on the module in whose place it comes, which a hook may read; not what a
-    `cutegemm.nn.Linear` has been told, nor what `torch.nn.Module.compile` made of the old one.
+    """Gives `made` the attributes that somebody has set on `module`, whose place it takes: a hook may read them.
+
+    Not those that `made` has a meaning of its own for, the options of a `cutegemm.nn.Linear`, and methods of `module`,
+    which would keep its weight in memory.
     """
-    told = ("activation", "precision", "backend", "constant_weight", "_compiled_call_impl")
+    options = ("activation", "precision", "backend", "constant_weight")
     for name, value in module.__dict__.items():
-        if name not in told:
-            made.__dict__.setdefault(name, value)
+        if not (hasattr(made, name) or name in options or getattr(value, "__self__", None) is module):
+            made.__dict__[name] = value
 
 
 class Translating(torch.nn.Module):

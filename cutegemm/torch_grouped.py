@@ -15,6 +15,7 @@ import torch
 from cutegemm.errors import GemmError
 from cutegemm.problem import rounding
 from cutegemm.problem.epilogue import Epilogue
+from cutegemm.problem.extents import are_equal
 from cutegemm.problem.grouped_reference import as_one, layout, parts, scales_of
 from cutegemm.problem.program.evaluate import evaluate
 from cutegemm.problem.program.spread import ascending, groups_of
@@ -87,7 +88,7 @@ def _aligned(x: torch.Tensor) -> bool:
 
 def gathered(a: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """The rows of A that an index names; zeros for an entry that is no row."""
-    if not a.shape[0]:
+    if are_equal(a.shape[0], 0):
         return a.new_zeros(len(rows), a.shape[1])
     taken = a.index_select(0, rows.long().clamp(0, a.shape[0] - 1))
     return torch.where(((rows >= 0) & (rows < a.shape[0]))[:, None], taken, 0)

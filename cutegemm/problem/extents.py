@@ -10,16 +10,17 @@ import torch
 
 def are_equal(one: Any, other: Any) -> bool:
     """Whether two sizes or strides are equal; where the data decide it the answer is no, since a graph cannot ask."""
-    if isinstance(one, int) and isinstance(other, int) and not torch.compiler.is_dynamo_compiling():
-        return one == other
+    symbolic = isinstance(one, torch.SymInt) or isinstance(other, torch.SymInt)
+    if not symbolic and not torch.compiler.is_dynamo_compiling():
+        return bool(one == other)  # of tensors, which sizes are to torch.jit.trace
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # which imports sympy
 
     return guard_or_false(one == other)
 
 
 def is_one(extent: Any) -> bool:
-    """Whether an extent is 1, where that is known. So one that the data decide counts as rows, columns or matrices of
-    its own, and what is to be broadcast must have an extent of 1.
+    """Whether an extent is 1. One that the data decide counts as larger than 1: where it turns out to be 1, it is not
+    broadcast.
     """
     return are_equal(extent, 1)
 

@@ -11,6 +11,7 @@ import torch
 from cutegemm.problem import packing, program_request, request
 from cutegemm.problem.dtypes import ACCEPTED, ITEMSIZE, TABLE, output_name, product_dtype_name
 from cutegemm.problem.epilogue import Epilogue
+from cutegemm.problem.extents import is_one
 from cutegemm.problem.operand import Matrix
 from cutegemm.problem.problem import MAX_EXTENT, Problem
 from cutegemm.problem.program.graph import SCALE_K, Input, Output, Program
@@ -102,11 +103,13 @@ def extents(a: Any, b: Any, given: Sizes) -> Extents:
     for which, tensor in (("a", a), ("b", b)):
         if tensor.dim() == 3 and tensor.shape[0] != groups:
             raise ValueError(f"{which}: got {tensor.shape[0]} matrices, and {name} has {groups} groups")
-    if a.shape[-1] != b.shape[-2]:
-        raise ValueError(
+    torch._check_value(
+        a.shape[-1] == b.shape[-2],
+        lambda: (
             f"b: got shape {tuple(b.shape)}; with a of shape {tuple(a.shape)} its second to last extent must be "
             f"K = {a.shape[-1]}"
-        )
+        ),
+    )
     work = {(2, 3): RAGGED_M, (3, 2): RAGGED_N, (2, 2): RAGGED_K, (3, 3): MASKED}[dims]
     if given.rows is not None and given.places is not None:
         raise ValueError("rows, places: got both; gather rows of a, or scatter those of the result")
@@ -222,9 +225,10 @@ def check_operand(number: int, given: Input, operand: Any, sizes: Extents, colum
         return
     columns = given.columns(columns)
     for own, extent in zip(reversed(shape), (columns, sizes.m, sizes.groups), strict=False):
-        if own not in (extent, 1):  # in this order: of an extent that is known to no one only the first can be told
+        if not is_one(own):
             wanted = sizes._replace(results=sizes.m).shape(columns)
-            raise ValueError(f"operands[{number}]: got shape {shape}, expected {wanted} or one that broadcasts to it")
+            said = f"operands[{number}]: got shape {shape}, expected {wanted} or one that broadcasts to it"
+            torch._check_value(own == extent, lambda said=said: said)
     axis = "m" if sizes.work in ROWS else "n" if sizes.work == RAGGED_N else None
     if axis and given.batched and getattr(given, axis):
         one = f"({sizes.groups}, 1, {columns})" if axis == "m" else f"({sizes.groups}, {sizes.m}, 1)"

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from cutegemm.problem.dtypes import TABLE, TERMS, torch_dtype
+from cutegemm.problem.extents import are_equal, is_one
 
 FLT_MAX = 3.4028234663852886e38
 SMALLEST_SCALE = 2.0**-126
@@ -81,9 +82,9 @@ BLOCKS: Mapping[tuple[int, int], Group] = MappingProxyType(
 
 def group_along(extent: int, scales: int) -> int | None:
     """The `Group` extent of a dimension that has so many scales, or None when there is none: 1 scale is for all."""
-    if scales == 1:
+    if is_one(scales):
         return 0
-    if scales == extent:
+    if are_equal(scales, extent):
         return 1
     return BLOCK if scales == -(-extent // BLOCK) else None
 

@@ -24,6 +24,7 @@ import torch
 from torch.autograd import forward_ad
 
 from cutegemm.problem.epilogue import formula_of
+from cutegemm.problem.extents import are_equal, have_same
 from cutegemm.problem.program.evaluate import summed
 from cutegemm.pytorch import sharded, transforms
 from cutegemm.run import float32
@@ -223,7 +224,7 @@ def gradients(ctx: Any, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[to
         shape, dtype = ctx.c_like
         if s.beta == 0:
             dc = torch.zeros(shape, dtype=dtype, device=grad.device)
-        elif shape == dz.shape:
+        elif have_same(shape, dz.shape):
             dc = (dz if s.beta == 1 else dz * s.beta).to(dtype)
         else:
             dc = (summed(dz, shape) * s.beta).to(dtype)
@@ -267,7 +268,7 @@ _TIMES_SLOPE: dict[str | None, Callable[[torch.Tensor, torch.Tensor], torch.Tens
 
 
 def gradient_of_a(dz: torch.Tensor, a: torch.Tensor, b: torch.Tensor, s: Settings) -> torch.Tensor:
-    if dz.dim() == 3 and b.dim() == 3 and (a.dim() == 2 or a.shape[0] != dz.shape[0]):
+    if dz.dim() == 3 and b.dim() == 3 and (a.dim() == 2 or not are_equal(a.shape[0], dz.shape[0])):
         # A serves the whole batch: [dZ_1 dZ_2 ...] @ [B_1 B_2 ...]^T
         wide = sharded.merging(dz.transpose(0, 1), range(1, 3)).reshape(dz.shape[1], dz.shape[0] * dz.shape[2])
         tall = transforms.rows(b.mT)
@@ -276,14 +277,14 @@ def gradient_of_a(dz: torch.Tensor, a: torch.Tensor, b: torch.Tensor, s: Setting
 
 
 def gradient_of_b(dz: torch.Tensor, a: torch.Tensor, b: torch.Tensor, s: Settings) -> torch.Tensor:
-    if dz.dim() == 3 and a.dim() == 3 and (b.dim() == 2 or b.shape[0] != dz.shape[0]):
+    if dz.dim() == 3 and a.dim() == 3 and (b.dim() == 2 or not are_equal(b.shape[0], dz.shape[0])):
         # B serves the whole batch: [A_1; A_2; ...]^T @ [dZ_1; dZ_2; ...]
         return _product(transforms.rows(a).mT, transforms.rows(dz), b, s).reshape(b.shape)
     return _shaped(_product(a, dz, b, s, turn_x=True), b)
 
 
 def _shaped(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return gradient if gradient.shape == like.shape else gradient.reshape(like.shape)
+    return gradient if have_same(gradient.shape, like.shape) else gradient.reshape(like.shape)
 
 
 def _product(

@@ -203,7 +203,7 @@ def _autocast(
     a, b, _, _, (precision, *_) = cast_operands(a, b, None, None, None, How(precision))
     with torch._C._DisableAutocast():
         return torch.ops.cutegemm.grouped_gemm(
-            a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, out_dtype,
+            a, b, offsets, counts, rows, places, out_rows, *listed(operands, numbers, integers), program, out_dtype,
             precision, backend, config, save, zeros,
         )  # fmt: skip
 

@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 
 from cutegemm.problem import program_request, request
 from cutegemm.problem.dtypes import dtype_name
-from cutegemm.problem.extents import have_same, is_one
+from cutegemm.problem.extents import are_equal, have_same, is_one
 from cutegemm.problem.grouped_request import Sizes
 from cutegemm.problem.program.derive import Backward, Source
 from cutegemm.problem.program.evaluate import columns_of, evaluate, summed
@@ -329,7 +329,7 @@ def spread_maximum(
     axis = -1 if reduce.startswith("row") else -2
     with torch.no_grad():
         (x,) = evaluate(alone, acc, operands, dtype=wide)
-        if x.shape[axis] == 0:  # torch.amax has no maximum of nothing
+        if are_equal(x.shape[axis], 0):  # torch.amax has no maximum of nothing
             return grad.to(wide) * x
         equal = (x == x.amax(axis, keepdim=True)).to(wide)
         share = equal / equal.sum(axis, keepdim=True)

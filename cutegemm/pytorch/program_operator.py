@@ -226,7 +226,7 @@ def _autocast(a, b, operands, numbers, integers, program, out_dtype=None, *optio
     a, b, _, _, how = cast_operands(a, b, None, None, None, how)
     with torch._C._DisableAutocast():
         return torch.ops.cutegemm.gemm_program(
-            a, b, operands, numbers, integers, program, out_dtype, *passed(how, save)
+            a, b, *listed(operands, numbers, integers), program, out_dtype, *passed(how, save)
         )
 
 

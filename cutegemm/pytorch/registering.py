@@ -111,9 +111,13 @@ def refuse_derivatives(name: str, refuse_tangents: Callable[..., None], call: st
     call: the function that a message names.
     """
     operator = getattr(torch.ops.cutegemm, name).default
-    place = [argument.name for argument in operator._schema.arguments].index("out")
+    arguments = operator._schema.arguments
+    place = [argument.name for argument in arguments].index("out")
+    lists = [number for number, argument in enumerate(arguments) if isinstance(argument.type, torch.ListType)]
 
     def refused_or_run(keyset: Any, *given: Any) -> None:
+        # AOTInductor's runtime gives None for an empty list.
+        given = tuple(() if each is None and number in lists else each for number, each in enumerate(given))
         tensors = [
             tensor
             for each in given

@@ -7,7 +7,7 @@ import cutegemm
 from cutegemm import ops
 from cutegemm.problem.extents import are_equal, have_same, is_one
 
-WEIGHT, EXPERTS = torch.randn(8, 6), torch.randn(4, 8, 6)
+WEIGHT, EXPERTS, BIASES = torch.randn(8, 6), torch.randn(4, 8, 6), torch.randn(4, 6)
 LINEAR, SWIGLU, MOE = cutegemm.nn.Linear(8, 6), cutegemm.nn.SwiGLU(8, 16), cutegemm.nn.MoE(8, 16, 4, top_k=2)
 ROW, COLUMN = torch.randn(6, requires_grad=True), torch.randn(9, 1, requires_grad=True)
 
@@ -29,6 +29,10 @@ def scaled(acc, column):
     return ops.silu(acc) * column
 
 
+def with_maximum(acc):
+    return acc, ops.column_max(acc)
+
+
 CALLS = {
     "linear": lambda x, mask: LINEAR(x[mask]),
     "linear, transposed": lambda x, mask: LINEAR(x[mask].transpose(0, 1)),
@@ -38,6 +42,13 @@ CALLS = {
     "groups": lambda x, mask: cutegemm.grouped_gemm(
         x[:, 0][mask], EXPERTS, ends(x[:, 0][mask]), epilogue=scaled, operands=(COLUMN[mask],)
     ),
+    "groups with biases": lambda x, mask: cutegemm.grouped_gemm(
+        x[:, 0][mask], EXPERTS, ends(x[:, 0][mask]), bias=BIASES
+    ),
+    "row as c": lambda x, mask: cutegemm.gemm(x[:, 0][mask], WEIGHT, ROW, beta=0.5),
+    "one matrix by a batch": lambda x, mask: cutegemm.gemm(x[:1], x[mask].mT),
+    "a batch by one matrix": lambda x, mask: cutegemm.gemm(x[mask], x[:1].mT),
+    "maximum": lambda x, mask: cutegemm.gemm(x[:, 0][mask], WEIGHT, epilogue=with_maximum)[1],
     "SwiGLU": lambda x, mask: SWIGLU(x[mask]),
     "MoE": lambda x, mask: MOE(x[mask]),
 }
@@ -61,6 +72,15 @@ def test_sizes_that_the_data_decide(name, seed):
         for want, got in zip(*found, strict=True):
             assert (want is None) == (got is None)
             assert want is None or torch.equal(want, got)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_a_linear_layer_of_three_dimensions_is_traced(seed):
+    """To torch.jit.trace sizes are tensors."""
+    torch.manual_seed(seed)
+    x = torch.randn(3, 4, 8)
+    traced = torch.jit.trace(LINEAR, (x,), check_trace=False)
+    assert torch.equal(traced(x), LINEAR(x))
 
 
 def test_what_is_known_of_plain_extents():

@@ -326,6 +326,20 @@ def test_what_somebody_has_set_on_a_layer_is_kept_or_the_layer_left(seed):
         Fp8Linear.from_linear(with_child)
 
 
+def test_attributes_that_would_hide_something_of_a_quantized_layer_are_left(seed):
+    torch.manual_seed(seed)
+    plain = torch.nn.Linear(200, 260)
+    want = Fp8Linear.from_linear(plain)(inputs(seed))
+    plain.weight_scale, plain.input_scale, plain.settings = torch.tensor(5.0), 5.0, None
+    plain.extra_repr, plain.before = (lambda: ""), plain.forward
+    plain.register_buffer("nothing", None)
+    made = Fp8Linear.from_linear(plain)
+    assert torch.equal(made(inputs(seed)), want)
+    assert "weight_scale" in made.state_dict()
+    assert "e4m3" in repr(made)
+    assert not hasattr(made, "before")
+
+
 def test_torchs_encoders_call_their_quantized_layers(seed):
     torch.manual_seed(seed)
     layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)

@@ -60,7 +60,8 @@ the ring, and results are stored by TMA. In ping-pong, which such tiles of the s
 RINGED_ROWS = 64
 _WIDE = ("sm90/256x176x64/coop2/c2x1/s3/serp8/swap/zig/streamk/fit/pdl",)
 """Compared for groups of `WIDE_ROWS` rows, rounded up to a power of two, whose program gives several results of gate
-and up. On an H200 it took 0.94 to 1.00 of the time of 128 columns there, and 0.96 to 1.06 with other numbers of rows
+and up and weights the rows, as that of `moe` does in training; most others spill 8 to 40 bytes of registers with it. On
+an H200 it took 0.94 to 1.00 of the time of the same with 128 columns, and with other numbers of rows 0.96 to 1.06
 (docs/grouped_measured.md#the-products-of-a-training-step)."""
 WIDE_ROWS = 1024
 FITTED_ROWS: Mapping[int, tuple[str, ...]] = {
@@ -157,7 +158,8 @@ def _fitted(signature: Signature, texts: Sequence[str]) -> tuple[str, ...]:
 def _takes_wide(signature: Signature) -> bool:
     """Whether `_WIDE` is compared for groups of a signature."""
     several = signature.epilogue.gating is not None and len(signature.results) > 1
-    return several and signature.work == RAGGED_M and bool(_fitted(signature, _WIDE))
+    weights_rows = several and any(each.m and not each.n for each in signature.epilogue.program.inputs)
+    return weights_rows and signature.work == RAGGED_M and bool(_fitted(signature, _WIDE))
 
 
 def _is_crowded(signature: Signature) -> bool:

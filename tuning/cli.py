@@ -62,7 +62,11 @@ def count(text: str) -> int:
 
 
 def store(text: str) -> str:
-    """The path of a winners store. Raises ArgumentTypeError for another file, which would be moved aside as damaged."""
+    """The path of a winners store. Raises ArgumentTypeError for another file, which would be moved aside as damaged,
+    and for what is no file: a pipe, say, would be waited for.
+    """
+    if Path(text).exists() and not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"got {text!r}, which is no file")
     try:
         with open(text, "rb") as file:
             begin = file.read(len(SQLITE))

@@ -114,18 +114,25 @@ def resources(kernel: Any, problem: Problem) -> Resources:
     return Resources(entry.registers, static + main.dynamic_smem, main.threads, entry.stack)
 
 
+class _Misfit(ValueError):
+    """A GPU cannot run what was asked for; another one may."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns 0, or 2 for what the command line or a backend refuses."""
     parser = cli.parser("occupancy", __doc__.splitlines()[0])
     parser.add_argument(
-        "--arch", default="A100,A6000,RTX 4090,H100 PCIe,H100 SXM,H200", help="names, separated by commas"
+        "--arch", default="A100,A6000,RTX 4090,H100 PCIe,H100 SXM,H200",
+        help="names, separated by commas (default those of A100 to H200)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--backend", default="legacy", choices=backends.WITH_KERNELS, help="backend of the kernel (default legacy)"
     )
-    parser.add_argument("--backend", default="legacy", choices=backends.WITH_KERNELS, help="backend of the kernel")
     parser.add_argument("--config", default=None, help="configuration, e.g. warp_tile; by default the backend chooses")
-    parser.add_argument("--shape", type=_shape, default=(4096, 4096, 4096), help="MxNxK")
+    parser.add_argument("--shape", type=_shape, default=(4096, 4096, 4096), help="MxNxK (default 4096 each)")
     parser.add_argument("--dtype", choices=tuple(PRODUCTS), default=None)
     parser.add_argument("--precision", choices=PRECISIONS, default="ieee")
-    parser.add_argument("--majors", default="tt", help="BLAS letters of A and B, see Problem.of",
+    parser.add_argument("--majors", default="tt", help="BLAS letters of A and B, see Problem.of (default tt)",
                         choices=["tn", "tt", "nn", "nt"])  # fmt: skip
     parser.add_argument("--registers", type=int, default=None, help="per thread: with --threads, no kernel is compiled")
     parser.add_argument("--threads", type=int, default=None, help="per CTA")
@@ -136,7 +143,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--registers and --threads go together")
     try:
         archs = [arch_table.get(name) for name in options.arch.split(",")]
-        lines = [_line(options, arch) for arch in archs]
+        lines, misfits = [], []
+        for arch in archs:
+            try:
+                lines.append(_line(options, arch))
+            except _Misfit as why:
+                misfits.append(f"{arch.name}: {why}")
+        if not lines:
+            parser.error("; ".join(misfits))
     except (ValueError, GemmError) as why:
         parser.error(str(why))
     from tabulate import tabulate
@@ -144,11 +158,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     head = ["arch", "regs", "smem", "threads", "CTAs/SM", "limited by", "occupancy"]
     head += ["tiles", "tile share", "waves", "wave share", "flop/byte", "bound", "bound us"]
     print(tabulate(lines, headers=head[: len(lines[0])], disable_numparse=True))
+    for misfit in misfits:
+        print(f"not on {misfit}")
     return 0
 
 
 def _line(options: argparse.Namespace, arch: Arch) -> list[str]:
-    """One architecture's row of the table."""
+    """One architecture's row of the table. Raises _Misfit where it cannot run that."""
     m, n, k = options.shape
     dtype = options.dtype or _dtype_of(options.backend, options.config)
     problem = Problem.of(m, n, k, dtype, majors=options.majors, precision=options.precision)
@@ -158,19 +174,22 @@ def _line(options: argparse.Namespace, arch: Arch) -> list[str]:
         backend: Any = backends.get(options.backend)
         reason = backend.supports(problem, arch)
         if reason is not None:
-            raise ValueError(f"{arch.name}: {reason}")
+            raise _Misfit(reason)
         config = backend.parse(options.config) if options.config else backend.default(problem, arch)
         reason = backend.check(config, problem, arch)
         if reason is not None:
-            return [arch.name, reason, *[""] * 12]
+            raise _Misfit(reason)
         needs = resources(backend.build(problem.signature, config, arch), problem)
         tile, parts = (config.tile()[0], config.tile()[1]), parts_of(config)
-    got = occupancy(arch, registers=needs.registers, smem=needs.smem, threads=needs.threads)
+    try:
+        got = occupancy(arch, registers=needs.registers, smem=needs.smem, threads=needs.threads)
+        bound = roofline(problem, arch)
+    except ValueError as why:
+        raise _Misfit(str(why)) from None
     cells = [arch.name, str(needs.registers), str(needs.smem), str(needs.threads), str(got.ctas)]
     cells += [", ".join(got.limited_by), f"{100 * got.share:.1f} %"]
     if tile is not None:
         grid = quantization(m, n, tile[0], tile[1], max(got.ctas, 1) * arch.sm_count, parts)
-        bound = roofline(problem, arch)
         cells += [
             f"{grid.tiles // parts} x {parts} parts" if parts > 1 else str(grid.tiles),
             f"{100 * grid.tile_share:.1f} %",

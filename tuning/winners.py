@@ -113,6 +113,7 @@ def take_in(store: Winners, options: argparse.Namespace) -> int:
         found, refused = winners_table.load_each(text)
     except ValueError as wrong:  # also of bytes that are no UTF-8
         raise ValueError(f"{'standard input' if options.file == '-' else options.file}: {wrong}") from None
+    _known_gpu(found.values(), options)
     for number, row in found.items():
         if (why := why_invalid(row)) is not None:
             refused[number] = f"row {number}: {why}"
@@ -122,13 +123,16 @@ def take_in(store: Winners, options: argparse.Namespace) -> int:
     known = {_identity(row) for row in store.rows()}
     new = [row for row in rows if _identity(row) not in known]
     store.record(*new)
+    if store.path is None and new:
+        print(f"no row is kept, of {len(new)} that the table has")
+        return 1
     stale = sum(not is_fresh(row) for row in new)
     skipped = f", {len(refused)} skipped" if refused else ""
     print(f"{len(new)} rows added, {len(rows) - len(new)} known already{skipped}; {stale} of the new are {STALE}")
     by_name = sum(why_passed_over(row) is not None for row in new)
     if by_name:
         print(f"{by_name} of the new never decide what gemm runs: `list --all` says why")
-    return 0 if not refused and (store.path is not None or not new) else 1
+    return 0 if not refused else 1
 
 
 def prune(store: Winners, options: argparse.Namespace) -> int:

@@ -183,8 +183,9 @@ def memory_table(report: Report, problem: Problem | None) -> str:
 
 
 def global_bytes(report: Report) -> int:
-    """Bytes that the kernel moves to or from global memory, by any path."""
-    return sum(count for kind, count in report.bytes.items() if not kind.startswith(("shared", "local", "param")))
+    """Bytes that the kernel moves to or from global memory, by any path. Boxes of TMA count whole."""
+    elsewhere = "shared", "local", "param", "wgmma"
+    return sum(count for kind, count in report.bytes.items() if not kind.startswith(elsewhere))
 
 
 def conflict_table(report: Report, limit: int) -> str:

@@ -102,10 +102,13 @@ class Profile:
         row.sectors += pairs.shape[1]
         row.sectors_ideal += int((-(-np.bincount(asked[0]) * size // 32)).sum())
 
-    def copy(self, X: Any, I: Instr, source: np.ndarray, offset: np.ndarray, size: int, lanes) -> None:
-        self._add("cp.async", len(source) * size)
+    def copy(self, X: Any, I: Instr, source: np.ndarray, offset: np.ndarray, size: int, lanes, copied) -> None:
+        """copied: bytes that each lane reads, the others being zeros; None where each reads `size`."""
         lane = np.arange(X.lanes) if lanes is None else lanes
-        self._sectors(I, lane // 32, source.view(np.int64), size)
+        reads = slice(None) if copied is None else copied > 0
+        self._add("cp.async", len(source) * size if copied is None else int(copied.sum()))
+        if len(source[reads]):
+            self._sectors(I, lane[reads] // 32, source[reads].view(np.int64), size)
         self._in_requests(I, lane, offset, size)
 
     def bulk(self, what: str, nbytes: int) -> None:

@@ -256,8 +256,11 @@ def _version(connection: sqlite3.Connection) -> int:
 
 
 def _prepared(connection: sqlite3.Connection) -> sqlite3.Connection:
-    """The connection with this version's table in it; raises sqlite3.DatabaseError for another program's file."""
+    """The connection with this version's table in it; raises sqlite3.DatabaseError for what is no such file, and of
+    its kinds sqlite3.OperationalError for another program's database, which is left as it is."""
     version = _version(connection)
+    if version == 0 and connection.execute("SELECT 1 FROM sqlite_master").fetchone():
+        raise sqlite3.OperationalError("it is a database of another program")
     if version < SCHEMA:
         script = {1: _FROM_1 + _FROM_2, 2: _FROM_2}.get(version, _CREATE)
         connection.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {SCHEMA}; COMMIT;")

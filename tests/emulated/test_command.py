@@ -1,6 +1,7 @@
 """The command line of the emulator, and the workloads behind it."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -35,6 +36,34 @@ def test_a_cute_kernel_runs_through_its_own_host_code(capsys):
     assert "(2, 1, 1), (128, 1, 1), 24576 B" in text
     assert "async copy" in text
     assert "cp.async" in text
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "loaded", "stored"),
+    [
+        # 16 tiles of 64x64, each of 4 k tiles; multicast loads what a cluster shares once.
+        (
+            "sm90/64x64x64/coop1/c1x1/s4/row",
+            256,
+            ("bulk load", 16 * 4 * 2 * 64 * 64 * 2),
+            ("bulk store", 256 * 256 * 2),
+        ),
+        ("sm90/64x64x64/coop1/c2x2/s4/row", 256, ("bulk load", 16 * 4 * 64 * 64 * 2), ("bulk store", 256 * 256 * 2)),
+        # The ring's stages behind the only k tile are filled with zeros, which no memory gives.
+        ("sm80/64x64x64/w32x32/s3/g8", 64, ("cp.async", 2 * 64 * 64 * 2), ("global write", 64 * 64 * 2)),
+    ],
+)
+def test_bytes_and_intensity_are_those_of_the_tiles(config, size, loaded, stored, capsys):
+    assert main(["--shape", str(size), "--config", config]) == 0
+    text = capsys.readouterr().out
+    for kind, count in (loaded, stored):
+        assert f"\n{kind} {count:,} B\n" in re.sub(" {2,}", " ", text)
+    assert f"arithmetic intensity  {2 * size**3 / (loaded[1] + stored[1]):.1f} flop/B requested" in text
+
+
+def test_lines_that_are_discarded_are_no_traffic(capsys):
+    assert main(["--shape", "256", "--config", "sm90/64x64x64/coop1/c1x1/s4/row/k2", "--lines", "0"]) == 0
+    assert not re.search(r"discard\.global.*%$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_json_and_the_dumped_ptx_agree_with_the_tables(capsys, tmp_path):

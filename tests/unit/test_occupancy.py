@@ -9,7 +9,7 @@ from cutegemm.hardware.cubin import usage
 from cutegemm.hardware.roofline import quantization, roofline
 from cutegemm.problem import Problem
 from tuning import occupancy as tool
-from tuning.occupancy import occupancy, resources
+from tuning.occupancy import main, occupancy, resources
 
 
 def test_a6000_block_of_1024_threads_with_37_registers():
@@ -177,3 +177,17 @@ def test_the_product_is_what_is_examined_and_parts_of_k_are_counted(capsys):
     config = ["--config", "sm90/64x64x64/coop1/c1x1x2/s4/row/k3/pdl"]
     assert tool.main([*command, *config, "--shape", "64x128x4096", "--dtype", "bf16", "--majors", "tn"]) == 0
     assert "2 x 6 parts" in capsys.readouterr().out
+
+
+def test_a_gpu_that_cannot_run_it_is_named_below_the_table(capsys):
+    """The others have their rows; where no GPU can, it is an error."""
+    assert main(["--registers", "128", "--threads", "256", "--smem", "200000", "--arch", "A100,H200"]) == 0
+    said = capsys.readouterr().out
+    assert "H200" in said.splitlines()[2]
+    assert said.splitlines()[3] == "not on A100: smem: got 200000, A100 takes 0 to 166912"
+    options = ["--backend", "cute", "--dtype", "e4m3", "--majors", "tn", "--arch"]
+    assert main([*options, "A100,sm_90a"]) == 0
+    assert "\nnot on A100: mma.sync multiplies fp8 from compute capability 8.9 on" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*options, "A100"])
+    assert "error: A100: mma.sync multiplies fp8" in capsys.readouterr().err

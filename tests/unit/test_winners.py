@@ -155,6 +155,18 @@ def test_a_file_of_another_shape_is_not_used(store, script):
         assert len(each.rows()) == 1
 
 
+def test_another_programs_database_is_left_as_it_is(store):
+    store.path.parent.mkdir()
+    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+        connection.execute("CREATE TABLE bookmarks (place)")
+        connection.commit()
+    path, before = store.path, store.path.read_bytes()
+    with pytest.warns(WinnersWarning, match="cannot be used .*a database of another program"):
+        store.record(row())
+    assert len(store.rows()) == 1
+    assert path.read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("before", "after", "kept"),
     [

@@ -177,7 +177,7 @@ def copy_async(X, I, mask, dst, src, size, count):
     if env.hb is not None:
         env.hb.write(X, I, offset, size, lanes, kind="copy")
     if env.profile is not None:
-        env.profile.copy(X, I, s, offset, size, lanes)
+        env.profile.copy(X, I, s, offset, size, lanes, copied)
     env.progressed = True
     if env.rng is None:
         land(wave, offset, size, source, copied)

@@ -427,7 +427,18 @@ def discard(g: Gen, i: Instr) -> None:
         raise g.unsupported()
     a = g.let(g.address(i.operands[0], "u8"))
     ones = g.constant((1 << 64) - 1, "u8")
-    g.line(f"store_global(X, {g.me}, {a}, {g.mask}, 8, ({ones},) * 16)")
+    g.line(f"discard_global(X, {g.me}, {a}, {g.mask}, ({ones},) * 16)")
+
+
+@runtime
+def discard_global(X, I, addr, mask, values):
+    """A store of these values that no profile counts: on a GPU nothing moves."""
+    env = X.wave.env
+    profile, env.profile = env.profile, None
+    try:
+        store_global(X, I, addr, mask, 8, values)
+    finally:
+        env.profile = profile
 
 
 @emits("prefetch", "prefetchu", "applypriority", "createpolicy", "cp.async.bulk.prefetch")

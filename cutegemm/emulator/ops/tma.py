@@ -237,7 +237,7 @@ def _land(by: Asker, ctas, nbytes: int, swizzle: int, fetch) -> Callable[[], Non
     started = wave.now
     wave.now += 1
     if wave.env.profile is not None:
-        wave.env.profile.bulk("load", nbytes * len(ctas))
+        wave.env.profile.bulk("load", nbytes)  # once, however many CTAs of the cluster it lands in
 
     def complete() -> None:
         data = fetch().view(np.complex128)

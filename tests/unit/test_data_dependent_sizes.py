@@ -29,6 +29,13 @@ def scaled(acc, column):
     return ops.silu(acc) * column
 
 
+def sliced(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    count = mask.sum().item()
+    torch._check(count >= 0)
+    torch._check(count <= 9)
+    return cutegemm.gemm(x[:count, 0], WEIGHT, epilogue=gelu, operands=(ROW,))
+
+
 def with_maximum(acc):
     return acc, ops.column_max(acc)
 
@@ -49,6 +56,7 @@ CALLS = {
     "one matrix by a batch": lambda x, mask: cutegemm.gemm(x[:1], x[mask].mT),
     "a batch by one matrix": lambda x, mask: cutegemm.gemm(x[mask], x[:1].mT),
     "maximum": lambda x, mask: cutegemm.gemm(x[:, 0][mask], WEIGHT, epilogue=with_maximum)[1],
+    "rows up to an item": sliced,
     "SwiGLU": lambda x, mask: SWIGLU(x[mask]),
     "MoE": lambda x, mask: MOE(x[mask]),
 }
@@ -56,7 +64,7 @@ CALLS = {
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("name", CALLS)
-@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True)
 def test_sizes_that_the_data_decide(name, seed):
     """Forward and backward in one graph; results and gradients are those of the call itself."""
     torch.manual_seed(seed)

@@ -115,7 +115,8 @@ class Place:
         if given.by_value and given.type != I32:
             tensor = tensor.float()
         tensor = tensor.to(kind)
-        tensor = tensor.reshape((1,) * (3 - tensor.dim()) + tuple(tensor.shape))
+        while tensor.dim() < 3:  # a reshape would ask a gradient for sizes, which torch.compile then cannot place
+            tensor = tensor.unsqueeze(0)
         whole = (self.count, self.m, given.columns(self.n))
         want = tuple(each if own else 1 for each, own in zip(whole, (given.batched, given.m, given.n), strict=True))
         if any(not (is_one(own) or own == each) for own, each in zip(tensor.shape, want, strict=True)):

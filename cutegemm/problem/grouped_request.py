@@ -224,11 +224,14 @@ def check_operand(number: int, given: Input, operand: Any, sizes: Extents, colum
         _check_scales(number, given, shape, sizes)
         return
     columns = given.columns(columns)
+
+    def said() -> str:
+        wanted = sizes._replace(results=sizes.m).shape(columns)
+        return f"operands[{number}]: got shape {shape}, expected {wanted} or one that broadcasts to it"
+
     for own, extent in zip(reversed(shape), (columns, sizes.m, sizes.groups), strict=False):
         if not is_one(own):
-            wanted = sizes._replace(results=sizes.m).shape(columns)
-            said = f"operands[{number}]: got shape {shape}, expected {wanted} or one that broadcasts to it"
-            torch._check_value(own == extent, lambda said=said: said)
+            torch._check_value(own == extent, said)
     axis = "m" if sizes.work in ROWS else "n" if sizes.work == RAGGED_N else None
     if axis and given.batched and getattr(given, axis):
         one = f"({sizes.groups}, 1, {columns})" if axis == "m" else f"({sizes.groups}, {sizes.m}, 1)"

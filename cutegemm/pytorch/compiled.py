@@ -196,8 +196,8 @@ def _text_of_program(inputs: Any, nodes: Any, outputs: Any, gating: Any, describ
 
 def _taken(own: Input, given: Input) -> Input:
     """An input of a program as the call gives it: a number may have become a tensor (`_floats_as_tensors`)."""
-    is_one = not (given.by_value or given.m or given.n or given.batched)
-    return own._replace(by_value=False) if own.by_value and is_one and own.dtype == given.dtype else own
+    single = not (given.by_value or given.m or given.n or given.batched)
+    return own._replace(by_value=False) if own.by_value and single and own.dtype == given.dtype else own
 
 
 @_once_a_graph

@@ -104,7 +104,10 @@ def read(path: Path, arch: Arch) -> list[Sample]:
             if file.read(len(cli.SQLITE)) != cli.SQLITE:
                 raise ValueError(f"{path}: not an SQLite file")
         return from_measurements(Winners(path).rows(), arch)
-    text = path.read_text()
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: {_NO_TABLE}") from None
     if not text.lstrip().startswith("{"):
         return read_table(text, str(path))
     try:

@@ -121,7 +121,7 @@ def take_in(store: Winners, options: argparse.Namespace) -> int:
         print(f"skipped: {why}", file=sys.stderr)
     rows = _selected((row for number, row in found.items() if number not in refused), options)
     known = {_identity(row) for row in store.rows()}
-    new = [row for row in rows if _identity(row) not in known]
+    new = list({_identity(row): row for row in rows if _identity(row) not in known}.values())
     store.record(*new)
     if store.path is None and new:
         print(f"no row is kept, of {len(new)} that the table has")

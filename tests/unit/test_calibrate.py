@@ -324,6 +324,10 @@ def test_files_that_are_no_tables(tmp_path):
     with pytest.raises(ValueError, match=r"damaged\.sqlite3: not an SQLite file"):
         calibrate.read(damaged, H200)
     assert damaged.read_bytes() == b"nothing of the kind"
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"binary\.txt: neither a table"):
+        calibrate.read(binary, H200)
     broken = tmp_path / "broken.json"
     broken.write_text("{")
     with pytest.raises(ValueError, match=r"broken\.json: "):

@@ -334,6 +334,13 @@ def test_export_and_import(store, data, capsys, tmp_path):
     assert said(capsys, "import", "--store", there, str(file)).startswith("0 rows added, 4 known")
     assert [replace(r, origin="own") for r in sorted(Winners(there).rows(), key=str)] == sorted(store.rows(), key=str)
     assert {r.origin for r in Winners(there).rows()} == {"imported"}
+    table = json.loads(file.read_text())
+    file.write_text(json.dumps({**table, "rows": table["rows"] * 2}))
+    twice = str(tmp_path / "twice.sqlite3")
+    assert said(capsys, "import", "--store", twice, str(file)).startswith("4 rows added, 4 known already; ")
+    assert len(Winners(twice).rows()) == 4
+    assert command.main(["import", "--gpu", "H-200", str(file)]) == 2
+    assert "--gpu: got 'H-200', there are rows of A100, H200" in capsys.readouterr().err
     file.write_text("{}")
     assert command.main(["import", str(file)]) == 2
     assert "format" in capsys.readouterr().err

@@ -183,12 +183,12 @@ def _line(options: argparse.Namespace, arch: Arch) -> list[str]:
         tile, parts = (config.tile()[0], config.tile()[1]), parts_of(config)
     try:
         got = occupancy(arch, registers=needs.registers, smem=needs.smem, threads=needs.threads)
-        bound = roofline(problem, arch)
+        bound = None if tile is None else roofline(problem, arch)
     except ValueError as why:
         raise _Misfit(str(why)) from None
     cells = [arch.name, str(needs.registers), str(needs.smem), str(needs.threads), str(got.ctas)]
     cells += [", ".join(got.limited_by), f"{100 * got.share:.1f} %"]
-    if tile is not None:
+    if bound is not None:
         grid = quantization(m, n, tile[0], tile[1], max(got.ctas, 1) * arch.sm_count, parts)
         cells += [
             f"{grid.tiles // parts} x {parts} parts" if parts > 1 else str(grid.tiles),

@@ -132,7 +132,7 @@ def take_in(store: Winners, options: argparse.Namespace) -> int:
     by_name = sum(why_passed_over(row) is not None for row in new)
     if by_name:
         print(f"{by_name} of the new never decide what gemm runs: `list --all` says why")
-    return 0 if not refused else 1
+    return 1 if refused else 0
 
 
 def prune(store: Winners, options: argparse.Namespace) -> int:

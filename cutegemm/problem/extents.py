@@ -25,6 +25,12 @@ def is_one(extent: Any) -> bool:
     return are_equal(extent, 1)
 
 
+def varying(shape: Sequence[Any]) -> tuple[bool, bool, bool]:
+    """Whether an operand of that shape has matrices, rows and columns of its own: extents that are not 1."""
+    count, m, n = (1, 1, 1, *shape)[-3:]
+    return not is_one(count), not is_one(m), not is_one(n)
+
+
 def have_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     """Whether two shapes are equal, where that is known."""
     return len(one) == len(other) and all(map(are_equal, one, other))

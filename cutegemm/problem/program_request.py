@@ -11,7 +11,7 @@ import torch
 from cutegemm.problem import dtypes, overlap, request
 from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
-from cutegemm.problem.extents import is_one
+from cutegemm.problem.extents import varying
 from cutegemm.problem.operand import Matrix, alignment
 from cutegemm.problem.problem import Problem, program_aligns, result_matrix
 from cutegemm.problem.program.graph import Input, Output, Program
@@ -221,7 +221,7 @@ def _input(number: int, operand: Any, device: torch.device) -> Input:
             raise TypeError(
                 f"operands[{number}]: got dtype {operand.dtype}, accepted are {dtypes.ACCEPTED_TERMS}, torch.int32"
             )
-        batched, m, n = (not is_one(extent) for extent in (1, 1, 1, *operand.shape)[-3:])
+        batched, m, n = varying(operand.shape)
         return Input(name, dtype, m=m, n=n, batched=batched)
     if isinstance(operand, torch.SymInt):  # a size while torch.export traces; the call itself checks its range
         return Input(name, "int32", by_value=True)

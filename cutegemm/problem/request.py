@@ -12,6 +12,7 @@ import torch
 from cutegemm.problem import dtypes, overlap, packing
 from cutegemm.problem.dtypes import ITEMSIZE, output_name, product_dtype_name
 from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
+from cutegemm.problem.extents import is_one
 from cutegemm.problem.operand import Matrix, alignment, begins, compact, reads_by_rows
 from cutegemm.problem.problem import MAX_EXTENT, PRECISIONS, Problem
 
@@ -225,9 +226,9 @@ def _check_address(name: str, tensor: torch.Tensor) -> None:
 def batch_of(a: torch.Tensor, b: torch.Tensor) -> int:
     la = a.shape[0] if a.dim() == 3 else 1
     lb = b.shape[0] if b.dim() == 3 else 1
-    if la != lb and 1 not in (la, lb):
-        raise ValueError(f"b: got a batch of {lb}, expected that of a, {la}, or 1")
-    return la if lb == 1 else lb
+    if not (is_one(la) or is_one(lb)):
+        torch._check_value(la == lb, lambda: f"b: got a batch of {lb}, expected that of a, {la}, or 1")
+    return la if is_one(lb) else lb
 
 
 OPEN_SIZES = (

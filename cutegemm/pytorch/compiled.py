@@ -16,7 +16,7 @@ import torch
 from cutegemm.errors import EpilogueError
 from cutegemm.problem import program_request
 from cutegemm.problem.dtypes import TABLE, dtype_name
-from cutegemm.problem.extents import is_one
+from cutegemm.problem.extents import varying
 from cutegemm.problem.program.graph import F32, I32, OPS, Input, Program
 from cutegemm.problem.program.simplify import simplified
 from cutegemm.problem.program.trace import output_of
@@ -95,13 +95,8 @@ def text_of(epilogue: Any, operands: Sequence[Any]) -> str:
 def _described(operand: Any) -> Described:
     if not isinstance(operand, torch.Tensor):
         return ("int" if isinstance(operand, int) else "float", False, False, False)
-    extents = (1, 1, 1, *operand.shape)[-3:]
-    return (
-        operand.dtype,
-        not is_one(extents[1]),
-        not is_one(extents[2]),
-        not is_one(extents[0]),
-    )
+    batched, m, n = varying(operand.shape)
+    return operand.dtype, m, n, batched
 
 
 class _Recorder:

@@ -15,7 +15,6 @@ from cutegemm import native
 from cutegemm.problem import request
 from cutegemm.problem.dtypes import PRODUCTS, product_dtype_name, torch_dtype
 from cutegemm.problem.epilogue import Epilogue
-from cutegemm.problem.extents import is_one
 from cutegemm.pytorch import autograd, registering, sharded, sharding, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.run.call import compute
@@ -72,10 +71,7 @@ def check(a: Any, b: Any, c: Any, beta: float, bias: Any, activation: str | None
     m, n = a.shape[-2], b.shape[-1]
     shape: tuple[Any, ...] = (m, n)
     if a.dim() == 3 or b.dim() == 3:
-        la, lb = (x.shape[0] if x.dim() == 3 else 1 for x in (a, b))
-        if not (is_one(la) or is_one(lb)):
-            torch._check_value(la == lb, lambda: f"b: got a batch of {lb}, expected that of a, {la}, or 1")
-        shape = (la if is_one(lb) else lb, m, n)
+        shape = (request.batch_of(a, b), m, n)
     request.check_beta(beta, c)
     if c is not None:
         request.check_c_shape(c, shape)

@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 
 from cutegemm.problem import program_request, request
 from cutegemm.problem.dtypes import dtype_name
-from cutegemm.problem.extents import are_equal, have_same, is_one
+from cutegemm.problem.extents import are_equal, have_same
 from cutegemm.problem.grouped_request import Sizes
 from cutegemm.problem.program.derive import Backward, Source
 from cutegemm.problem.program.evaluate import columns_of, evaluate, summed
@@ -302,8 +302,7 @@ def _shape(a: Like, b: Like) -> tuple[int, ...]:
     m, n = a.shape[-2], b.shape[-1]
     if a.dim() == 2 and b.dim() == 2:
         return m, n
-    la, lb = (each.shape[0] if each.dim() == 3 else 1 for each in (a, b))
-    return (la if is_one(lb) else lb), m, n
+    return request.batch_of(a, b), m, n
 
 
 def _nothing(grads: Sequence[Any], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from cutegemm.problem import request
 from cutegemm.problem.dtypes import dtype_name
-from cutegemm.problem.extents import is_one
+from cutegemm.problem.extents import is_one, varying
 from cutegemm.problem.program.graph import I32, Program
 from cutegemm.pytorch import transforms
 
@@ -67,7 +67,7 @@ def mapped(
 
 def described(program: Program, tensors: Sequence[torch.Tensor]) -> Program:
     """The program with inputs as these tensors are: their dtypes, and which of their extents are not 1."""
-    kinds = [(each.dtype, *(not is_one(extent) for extent in (1, 1, 1, *each.shape)[-3:])) for each in tensors]
+    kinds = [(each.dtype, *varying(each.shape)) for each in tensors]
     return _with_inputs(program, tuple(kinds))
 
 

@@ -145,8 +145,7 @@ def _fitted(signature: Signature, texts: Sequence[str]) -> tuple[str, ...]:
     The slabs of scattered rows leave no room for four stages of 176 rows. The buffers of several results leave none for
     four stages of more than 128. With three stages such tiles took 3 to 5 % longer on an H200 (mean of three draws).
     """
-    gated = signature.epilogue.gating is not None and signature.b_major == "n"
-    if signature.work not in STREAMED_WORKS or ITEMSIZE[signature.dtype] != 2 or gated:
+    if not _may_be_fitted(signature):
         return ()
     if len(signature.results) > 1:
         texts = [text.replace("256x176", "256x128").replace("256x160", "256x128") for text in texts]
@@ -155,11 +154,21 @@ def _fitted(signature: Signature, texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(texts))
 
 
+def _may_be_fitted(signature: Signature) -> bool:
+    gated = signature.epilogue.gating is not None and signature.b_major == "n"
+    return signature.work in STREAMED_WORKS and ITEMSIZE[signature.dtype] == 2 and not gated
+
+
+def _gives_several(signature: Signature) -> bool:
+    """Whether there are several results of gate and up."""
+    return signature.epilogue.gating is not None and len(signature.results) > 1
+
+
 def _takes_wide(signature: Signature) -> bool:
     """Whether `_WIDE` is compared for groups of a signature."""
-    several = signature.epilogue.gating is not None and len(signature.results) > 1
-    weights_rows = several and any(each.m and not each.n for each in signature.epilogue.program.inputs)
-    return weights_rows and signature.work == RAGGED_M and bool(_fitted(signature, _WIDE))
+    if signature.work != RAGGED_M or not (_may_be_fitted(signature) and _gives_several(signature)):
+        return False
+    return any(each.m and not each.n for each in signature.epilogue.program.inputs)
 
 
 def _is_crowded(signature: Signature) -> bool:
@@ -264,8 +273,7 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
         found += ((text, False) for text in _RINGED if m >= RINGED_ROWS)
     else:
         # The large tiles that larger groups take spill registers with several results of gate and up, or lack a stage.
-        several = signature.epilogue.gating is not None and len(signature.results) > 1
-        rows = min(m, LARGE_GROUP) if several else m
+        rows = min(m, LARGE_GROUP) if _gives_several(signature) else m
         found += ((text, False) for text in _fitted(signature, FITTED_ROWS.get(rows, ())))
     found += beside_cells(m, n, k, batch)
     if signature.epilogue.gating and m < UNSWAPPED_ROWS:

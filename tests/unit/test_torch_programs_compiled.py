@@ -11,6 +11,7 @@ import cutegemm
 from cutegemm import ops
 from cutegemm.problem.program.text import parse
 from tests.unit.test_torch_programs import OP, draw
+from tuning import host_stub
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")
 
@@ -444,3 +445,11 @@ def test_a_package_of_aotinductor_gives_none_for_empty_lists(seed, tmp_path):
         with torch.autocast("cpu"):
             for got, want in zip(loaded(x)[:2], model(x)[:2], strict=True):
                 torch.testing.assert_close(got.float(), want.float(), rtol=0.05, atol=0.05)
+        expected = model(x)
+        extension = host_stub.extension()
+        try:
+            extension.serve_operators()
+            for got, want in zip(loaded(x), expected, strict=True):
+                torch.testing.assert_close(got, want)
+        finally:
+            extension.leave_operators()

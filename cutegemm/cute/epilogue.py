@@ -19,11 +19,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cutegemm.cute import whole
-from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS
+from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS, slab_chunk
 from cutegemm.cute.lowering import finish, rounded
 from cutegemm.cute.reduction import partials
 from cutegemm.cute.source import aligned, sources, targets
-from cutegemm.problem import ITEMSIZE, Signature
+from cutegemm.problem import Signature
 from cutegemm.problem.program.graph import Node
 from cutegemm.problem.work import SCATTERED
 
@@ -45,9 +45,8 @@ class SlabEpilogue:
         self.epilogue = signature.epilogue
         self.program, self.read = whole.program_of(signature), whole.reader(signature)
         self.fold = 2 if self.epilogue.gating else 1
-        narrowest = min(ITEMSIZE[dtype] for _, _, dtype, _ in signature.results)
         # A pass has 16 rows at most: two lanes or more share a row.
-        self.chunk = min(16 // narrowest, self.wn // self.fold // 2)
+        self.chunk = slab_chunk(signature, self.wn // self.fold)
         self.targets = targets(signature, self.chunk)
         self.scatters = signature.work == SCATTERED
         self.lanes_per_row = self.wn // self.fold // self.chunk
@@ -124,7 +123,7 @@ class SlabEpilogue:
     def _stored(self, begin, count: int):
         """The `count` words from `begin` on."""
         values = cute.make_rmem_tensor(count, Float32)
-        cute.autovec_copy(cute.make_tensor(aligned(begin, 16), cute.make_layout(count)), values)
+        cute.autovec_copy(cute.make_tensor(aligned(begin, min(4 * count, 16)), cute.make_layout(count)), values)
         return values.load()
 
     def _sums(self, slab_row, part: Any):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from cutegemm.hardware.arch import LINE, Arch
-from cutegemm.problem import Problem, Signature
+from cutegemm.problem import ITEMSIZE, Problem, Signature
 
 PROGRAMMATIC = (9, 0)
 """The least compute capability with programmatic dependent launch."""
@@ -15,6 +15,15 @@ SLAB_ROWS = 16
 
 SLAB_PAD = 8
 """fp32 words after each slab row: with them the 8-byte stores of an m16n8 fragment hit all 32 banks once."""
+
+
+def slab_chunk(signature: Signature, columns: int) -> int:
+    """Neighbouring results of a row that a lane stores, of `columns` that a warp has: 16 bytes of the narrowest, but no
+    more than are stored at once. Lanes that store single elements side by side fill whole sectors of memory.
+    """
+    sizes = [(ITEMSIZE[dtype], align) for _, _, dtype, align in signature.results]
+    at_once = min(max(align // size, 1) for size, align in sizes)
+    return min(16 // min(size for size, _ in sizes), columns // 2, max(at_once, columns // 32, 2))
 
 
 def word_bytes(shares: Any) -> Any:

@@ -10,6 +10,7 @@ from cutegemm import backend
 from cutegemm.choice import heuristics
 from cutegemm.choice.footprint import resident
 from cutegemm.cute import FAMILIES
+from cutegemm.cute.ampere import candidates as ampere_candidates
 from cutegemm.cute.hopper import candidates as hopper_candidates
 from cutegemm.cute.hopper.config import SWAPPED_TILES
 from cutegemm.cute.simt import registers as simt_registers
@@ -150,11 +151,36 @@ def test_tiles_without_a_bound_spill_none_where_rows_are_aligned(text, majors):
     assert spilled(CUTE.build(signature, CUTE.parse(text), HOPPER).cubin) <= allowed
 
 
-def test_what_is_chosen_for_narrow_rows_spills_none():
-    problem = Problem.of(23245, 39, 5695, "fp32")
-    name, config, _ = heuristics.untuned(problem, arch.get("H200"))
+@pytest.mark.parametrize(
+    ("shape", "dtype", "majors", "gpu"),
+    [
+        ((23245, 39, 5695), "fp32", "tn", "H200"),
+        ((2737, 64, 7969), "bf16", "tn", "H200"),
+        ((393, 1218, 666), "bf16", "tn", "H200"),
+        ((2737, 64, 7969), "fp16", "tn", "A100"),
+        ((513, 1023, 4097), "bf16", "nn", "A100"),
+        ((300, 151, 8191), "fp16", "nn", "A100"),
+    ],
+)
+def test_what_is_chosen_for_narrow_rows_spills_none(shape, dtype, majors, gpu):
+    problem, gpu = Problem.of(*shape, dtype, majors=majors), arch.get(gpu)
+    name, config, _ = heuristics.untuned(problem, gpu)
     assert name == "cute"
-    assert not spilled(CUTE.build(problem.signature, config, HOPPER).cubin)
+    assert not spilled(CUTE.build(problem.signature, config, gpu).cubin)
+
+
+@pytest.mark.parametrize("gpu", ["H200", "A100"])
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+@pytest.mark.parametrize("majors", ["tn", "nn", "nt", "tt"])
+@pytest.mark.parametrize("shape", [(4097, 4097, 4097), (4098, 4098, 4098), (4100, 4100, 4100), (4097, 4096, 4096)])
+@pytest.mark.product(keep=2)
+def test_candidates_for_narrow_rows_keep_the_addresses_of_their_copies(shape, majors, precision, gpu):
+    """But for ten registers of one with 64x128 and one with 128x128 outputs."""
+    problem = Problem.of(*shape, "bf16" if precision == "ieee" else "fp32", majors=majors, precision=precision)
+    for text in ampere_candidates.listed(problem.signature):
+        config = CUTE.parse(text)
+        if CUTE.check(config, problem, arch.get(gpu)) is None:
+            assert spilled(CUTE.build(problem.signature, config, arch.get(gpu)).cubin) <= 40, text
 
 
 def test_every_list_serves_narrow_and_small_operands():

@@ -55,6 +55,8 @@ CONFIGS = {
 _TILES = {"coop1": "64x64x64", "coop2": "128x64x64", "coop3": "192x64x64", "pp": "64x32x64"}
 HOPPER_SHAPES = ((133, 264, 200), (7, 40, 328))
 """Ragged on every side; N and K that TMA takes."""
+NARROW_SHAPE = (133, 261, 200)
+"""Beside them where B is K-major: rows of D begin anywhere."""
 EPILOGUES: tuple[dict[str, Any], ...] = (
     {},
     {"bias": True, "activation": "silu"},
@@ -118,7 +120,7 @@ def cases(device: str, hopper: bool) -> Iterator[tuple[Case, str]]:
             number += 1
     for at, (config, dtype, precision) in enumerate(hopper_configs() if hopper else ()):
         majors = "tn" if dtype == "fp32" else ("tn", "tt")[at % 2]
-        for shape in HOPPER_SHAPES:
+        for shape in HOPPER_SHAPES + (NARROW_SHAPE,) * (majors == "tn"):
             options = {**EPILOGUES[at % len(EPILOGUES)], "precision": precision}
             yield Case.random(*shape, dtype, majors=majors, seed=number, device=device, **options), config
             number += 1

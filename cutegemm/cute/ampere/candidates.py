@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
+from cutegemm.cute.ampere.config import AmpereConfig
+from cutegemm.problem import ITEMSIZE
 from cutegemm.problem.work import DENSE
 
 if TYPE_CHECKING:
@@ -94,6 +97,11 @@ _INT8 = (
     "sm80/32x32x64/w16x16/s5/g8",
 )
 _BY_UNIT = {"float16": _16_BIT, "bfloat16": _16_BIT, "tfloat32": _TF32, "int8": _INT8, "float8": _BYTES}
+_MOST_COPIES = {64 * 64: 18, 64 * 32: 36}
+"""By the warp tile: the most copies of a stage, of both operands, whose addresses a thread keeps beside its sums and
+spills none; `_MOST_OF_SMALL` with smaller ones. With more, an H200 took 549 us for 2737x64x7969 with both operands
+K-major in 128x64x64, and 77 in 64x64x32; 53 us for 1128x128x6114, and 17."""
+_MOST_OF_SMALL = 48
 NUMBERS = tuple(range(2, 33))
 """The numbers of parts that a candidate may split K into."""
 
@@ -102,7 +110,20 @@ def listed(signature: Signature) -> tuple[str, ...]:
     """The candidates for a signature that the family takes."""
     if signature.parts is not None:
         return _BF16_PARTS if signature.parts.element == "bf16" else _TF32_PARTS
-    return _BY_UNIT[signature.unit]
+    found = _BY_UNIT[signature.unit]
+    aligns = (signature.align_a, signature.align_b)
+    if min(aligns) >= 16 or ITEMSIZE[signature.dtype] == 1:
+        return found
+    return tuple(text for text in found if not _spills(text, ITEMSIZE[signature.dtype], aligns))
+
+
+@functools.cache
+def _spills(text: str, size: int, aligns: tuple[int, int]) -> bool:
+    """Whether copies as narrow as operands of these alignment classes have too many addresses a thread."""
+    config = AmpereConfig.parse(text)
+    sides = zip((config.bm, config.bn), aligns, strict=True)
+    copies = sum(max(extent * config.bk * size // min(align, 16) // config.threads, 1) for extent, align in sides)
+    return copies > _MOST_COPIES.get(config.wm * config.wn, _MOST_OF_SMALL)
 
 
 def splits(text: str, signature: Signature) -> tuple[int, ...]:

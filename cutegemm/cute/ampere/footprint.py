@@ -11,7 +11,6 @@ from cutegemm.cute.ampere.steps import steps_of
 from cutegemm.cute.launch_config import PROGRAMMATIC
 from cutegemm.cute.warps import footprint
 from cutegemm.problem import ITEMSIZE
-from cutegemm.problem.work import DENSE
 
 if TYPE_CHECKING:
     from cutegemm.cute.ampere.config import AmpereConfig
@@ -28,10 +27,6 @@ SM80_SMALL = CostFamily("sm80/small", "cute", _SM80, SM80)
 SMALL_TILE = 64 * 64
 SM_PARTS = 4
 """Parts of an SM, each with tensor cores of its own."""
-NARROWEST, WAITED = 2, 8.0
-"""Bytes of a load that is no cp.async, so that the thread waits for it; and how much longer it takes: with that the
-model agrees with products in groups of odd N and K on an H200 (docs/grouped.md#older-gpus-and-odd-extents). Dense
-products were not measured again, and keep their choice."""
 _FAMILIES = {
     "float16": SM80, "bfloat16": SM80, "tfloat32": SM80_TF32, "int8": SM80_BYTES, "float8": SM80_BYTES,
 }  # fmt: skip
@@ -44,8 +39,6 @@ def of(config: AmpereConfig, signature: Signature, arch: Arch) -> Footprint:
     if family is SM80 and arch.capability >= PROGRAMMATIC and config.bm * config.bn <= SMALL_TILE:
         family = SM80_SMALL
     found = footprint.of(family, config, signature, arch)
-    if signature.work != DENSE and min(signature.align_a, signature.align_b) == NARROWEST:
-        found = replace(found, copies=found.copies * WAITED)
     return found if signature.parts is None else _of_parts(found, config, signature, arch)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from cutegemm.choice.footprint import registers_of_warps, resident
-from cutegemm.cute.launch_config import PROGRAMMATIC, SLAB_PAD, SLAB_ROWS, LaunchedConfig, word_bytes
+from cutegemm.cute.launch_config import PROGRAMMATIC, SLAB_PAD, SLAB_ROWS, LaunchedConfig, slab_chunk, word_bytes
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import ITEMSIZE, Problem, Signature
 from cutegemm.problem.dtypes import why_not_rounded
@@ -165,8 +165,7 @@ class TileConfig(LaunchedConfig):
 
     def _pass_rows(self, signature: Signature, columns: int) -> int:
         """Rows of a warp tile, `columns` of D wide, that a warp's lanes store at a time."""
-        narrowest = min(ITEMSIZE[dtype] for _, _, dtype, _ in signature.results)
-        return 32 * min(16 // narrowest, columns // 2) // columns
+        return 32 * slab_chunk(signature, columns) // columns
 
     def why_invalid(self, signature: Signature, arch: Arch) -> str | None:
         """None when this configuration is valid for the signature on that architecture, else why not."""

@@ -79,7 +79,7 @@ class PartEpilogue(SlabEpilogue):
         """`total`, None at first, and those parts of the ones from `begin` on."""
         loaded = cute.make_rmem_tensor((count, max(len(parts), 1)), Float32)
         for i, part in enumerate(parts):
-            source = aligned(begin + part * self.distance, 16)
+            source = aligned(begin + part * self.distance, min(4 * count, 16))
             cute.autovec_copy(cute.make_tensor(source, cute.make_layout(count)), loaded[None, i])
         for i in range(len(parts)):
             values = loaded[None, i].load()

@@ -133,10 +133,12 @@ class KernelStore:
         try:
             return self._write(key, made)
         except (OSError, ValueError) as why:
-            if self._fallback is not None:
-                raise
-            self._fall_back(why)
-            return self._write(key, made)
+            if self._fallback is None:
+                self._fall_back(why)
+            try:
+                return self._write(key, made)
+            except OSError as also:
+                raise self._unwritable(why, also) from why
 
     def _write(self, key: Mapping[str, Any], made: Artefacts) -> Entry:
         path = self._path(key)
@@ -206,11 +208,14 @@ class KernelStore:
                 try:
                     self._fallback = _TemporaryFolder()
                 except OSError as also:
-                    raise GemmError(
-                        f"kernel store: neither {self._root} ({why}) nor a temporary folder ({also}) can be written; "
-                        "set CUTEGEMM_CACHE_DIR to a folder of yours, or TMPDIR"
-                    ) from why
+                    raise self._unwritable(why, also) from why
                 _warn(f"kernel store: {self._root} cannot be written ({why}); kernels are kept for this process only")
+
+    def _unwritable(self, why: BaseException, also: BaseException) -> GemmError:
+        return GemmError(
+            f"kernel store: neither {self._root} ({why}) nor a temporary folder ({also}) can be written; "
+            "set CUTEGEMM_CACHE_DIR to a folder of yours, or TMPDIR"
+        )
 
     def _set_aside(self, key: Mapping[str, Any]) -> None:
         """Moves away what lies in an entry's place and is not to be trusted; call it under the key's lock."""

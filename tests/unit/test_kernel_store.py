@@ -125,6 +125,18 @@ def test_a_full_disk_falls_back(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*/.new-*"))
 
 
+@pytest.mark.filterwarnings("ignore::cutegemm.run.kernel_store.StoreWarning")
+def test_a_full_disk_and_a_full_temporary_folder_are_named(tmp_path, monkeypatch):
+    def full(path, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "_write_file", full)
+    store = KernelStore(tmp_path)
+    for _ in range(2):
+        with pytest.raises(GemmError, match=r"neither .*No space left.* nor a temporary folder .*CUTEGEMM_CACHE_DIR"):
+            store.get_or_build(KEY, make)
+
+
 def test_a_failing_build_leaves_nothing(tmp_path):
     store = KernelStore(tmp_path)
 
@@ -235,7 +247,7 @@ def test_another_users_entries_are_never_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: kept.path.stat().st_uid + 1)
     assert store.get(KEY) is None
     # Nothing here can belong to that user, not even the temporary folder: no kernel is better than a foreign one.
-    with pytest.warns(StoreWarning, match="is owned by user"), pytest.raises(OSError, match="is owned by user"):
+    with pytest.warns(StoreWarning, match="is owned by user"), pytest.raises(GemmError, match="is owned by user"):
         store.get_or_build(KEY, lambda: make(b"fresh"))
     assert kept.read("kernel.o") == b"code"
 

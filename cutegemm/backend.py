@@ -324,3 +324,25 @@ def last_resort() -> OnTensors:
     found = get(LAST_RESORT)
     assert isinstance(found, OnTensors)
     return found
+
+
+@functools.lru_cache(maxsize=1024)
+def named_by(config: str) -> str:
+    """The backend whose configuration this text is. Raises ValueError with what each accepts."""
+    refusals = []
+    for name in WITH_KERNELS:
+        try:
+            get(name).parse(config)
+        except ValueError as why:
+            refusals.append(str(why))
+        else:
+            return name
+    raise ValueError("; or ".join(refusals))
+
+
+def check_config(config: Any, backend: str) -> None:
+    """Raises ValueError for what is no configuration of that backend, with "auto" of none."""
+    if backend == "auto":
+        named_by(str(config))
+    else:
+        get(backend).read(config)

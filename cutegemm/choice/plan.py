@@ -95,7 +95,7 @@ def choose(
     """
     backends.check_name(backend)
     if backend == "auto" and config is not None:
-        backend = _backend_of(str(config))
+        backend = backends.named_by(str(config))
         if arch is None:
             raise ValueError(
                 f"config: got {str(config)!r} with backend='auto', which computes CPU tensors by torch; "
@@ -232,19 +232,6 @@ def _on_tensors(backend: backends.OnTensors, problem: Problem, why: str) -> Choi
     if unsupported:
         raise UnsupportedError(unsupported)
     return Choice(backend.name, None, why)
-
-
-def _backend_of(config: str) -> str:
-    """The backend whose `parse` takes this text. Raises ValueError with what each accepts."""
-    refusals = []
-    for name in backends.WITH_KERNELS:
-        try:
-            backends.get(name).parse(config)
-        except ValueError as why:
-            refusals.append(str(why))
-        else:
-            return name
-    raise ValueError("; or ".join(refusals))
 
 
 def _choose_in(backend: Backend[Any], problem: Problem, arch: Arch, config: Any, known: object) -> Choice:

@@ -34,6 +34,8 @@ class How(NamedTuple):
         """Raises ValueError for what planning would refuse, as far as it is found without a plan."""
         request.check_precision(self.precision)
         backends.check_name(self.backend)
+        if self.config is not None:
+            backends.check_config(self.config, self.backend)
         if self.constant is not None and not request.is_one_of(self.constant, ACCEPTED["constant"]):
             raise ValueError(f"constant: got {request.shown(self.constant)}, accepted are None, 'a' and 'b'")
 

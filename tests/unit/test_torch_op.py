@@ -159,6 +159,22 @@ def test_meta_tensors_through_the_operator():
     assert (d.device.type, tuple(d.shape)) == ("meta", (4, 5))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"config": "sm90/none"}, "config: got 'sm90/none', accepted"),
+        ({"config": "sm80/64x64x32/w32x32/s3/g8", "backend": "torch"}, "backend 'torch' has no configurations"),
+        ({"config": 5, "backend": "cute"}, "config: got 5, expected a configuration of backend 'cute'"),
+    ],
+)
+def test_tensors_without_data_refuse_what_is_no_configuration(options, message):
+    a = torch.empty(16, 16, device="meta")
+    grouped = (torch.empty(2, 16, 16, device="meta"), torch.empty(2, dtype=torch.int32, device="meta"))
+    for call in (lambda: cutegemm.gemm(a, a, **options), lambda: cutegemm.grouped_gemm(a, *grouped, **options)):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 def test_subclasses_of_tensor(seed):
     class Plain(torch.nn.Parameter):
         pass

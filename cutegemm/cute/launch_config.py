@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from cutegemm.hardware.arch import LINE, Arch
 from cutegemm.problem import ITEMSIZE, Problem, Signature
+from cutegemm.problem.dtypes import CUDA_CORES
 
 PROGRAMMATIC = (9, 0)
 """The least compute capability with programmatic dependent launch."""
@@ -18,12 +19,17 @@ SLAB_PAD = 8
 
 
 def slab_chunk(signature: Signature, columns: int) -> int:
-    """Neighbouring results of a row that a lane stores, of `columns` that a warp has: 16 bytes of the narrowest, but no
-    more than are stored at once. Lanes that store single elements side by side fill whole sectors of memory.
+    """Neighbouring results of a row that a lane stores, of `columns` that a warp has: 16 bytes of the narrowest dtype.
+
+    Where rows of a result begin anywhere, no more than are stored at once: lanes that store single elements side by
+    side fill whole sectors of memory. The kernels of CUDA cores have no registers left for as many addresses.
     """
-    sizes = [(ITEMSIZE[dtype], align) for _, _, dtype, align in signature.results]
-    at_once = min(max(align // size, 1) for size, align in sizes)
-    return min(16 // min(size for size, _ in sizes), columns // 2, max(at_once, columns // 32, 2))
+    results = signature.results
+    most = min(16 // min(ITEMSIZE[dtype] for _, _, dtype, _ in results), columns // 2)
+    at_once = [max(align // ITEMSIZE[dtype], 1) for _, _, dtype, align in results if align < 16]
+    if not at_once or signature.unit == CUDA_CORES:
+        return most
+    return min(most, max(min(at_once), columns // 32, 2))
 
 
 def word_bytes(shares: Any) -> Any:

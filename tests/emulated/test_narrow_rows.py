@@ -30,18 +30,17 @@ def profile_of(case: Case, config: str, name: str):
         ("sm90/64x32x64/coop1/c1x1/s3/row", "sm_90a", "fp16", torch.float32),
         ("sm80/64x64x32/w32x32/s3/g8", "sm_80", "bf16", None),
         ("sm80/64x128x32/w32x64/s3/g8", "sm_80", "fp16", None),
-        ("simt/64x64x8/w32x32/s2/g8", "sm_80", "fp32", None),
     ],
 )
-@pytest.mark.parametrize("n", [61, 62])
+@pytest.mark.parametrize(("n", "most"), [(61, 3.8), (62, 2.0)])
 @pytest.mark.product(keep=6)
-def test_lanes_store_narrow_rows_of_d_side_by_side(config, name, dtype, out_dtype, n):
+def test_lanes_store_narrow_rows_of_d_side_by_side(config, name, dtype, out_dtype, n, most):
     """Were each lane to store eight neighbours one by one, every element would take a sector of its own."""
     case = Case.random(64, n, 64, dtype, seed=3, out_dtype=out_dtype)
     report = profile_of(case, config, name)
     stores = [row for row in report.lines.values() if "st.global" in row.text or row.text.startswith("st.")]
     sectors, ideal = (sum(getattr(row, each) for row in stores) for each in ("sectors", "sectors_ideal"))
-    assert 0 < sectors <= 4.5 * ideal
+    assert 0 < sectors <= most * ideal
 
 
 @pytest.mark.parametrize(
@@ -50,7 +49,6 @@ def test_lanes_store_narrow_rows_of_d_side_by_side(config, name, dtype, out_dtyp
         ("sm80/128x64x32/w64x32/s3/g8", "bf16"),
         ("sm80/64x128x64/w32x64/s3/g8", "fp16"),
         ("sm80/128x128x32/w64x32/s3/g8", "tf32"),
-        ("simt/128x128x8/w64x64/s3/g8", "fp32"),
     ],
 )
 @pytest.mark.parametrize("majors", ["nt", "nn", "tt"])

@@ -99,7 +99,7 @@ class AmpereGemm(Gemm):
         given = dtype, extent, bk, k_major, align, self.config.threads, swizzle, halves
         if self.splitter is not None:
             return PartLoader(self.count, *given)
-        return loader_of(name, work)(*given, work=work)
+        return loader_of(name, work)(*given, work=work, zeros=True)
 
     def _shared_to_registers(self, loader: TileLoader):
         """The copy atom of one operand: ldmatrix, transposing unless K-major; 32-bit loads where it cannot."""

@@ -123,7 +123,7 @@ class SlicedEpilogue(SlabEpilogue):
         total: Any = None
         for piece in range(self.slices):
             values = cute.make_rmem_tensor(count, Float32)
-            source = aligned(begin + piece * self.slab_words, 16)
+            source = aligned(begin + piece * self.slab_words, min(4 * count, 16))
             cute.autovec_copy(cute.make_tensor(source, cute.make_layout(count)), values)
             total = values.load() if total is None else total + values.load()
         return total

@@ -7,8 +7,8 @@ cp.async, all at the same place in their rows:
     thread t:  inner vector t % (inner / vector),  row t / (inner / vector) + p * rows_per_pass,  p = 0 .. passes-1
 
 Edges cost nothing in the main loop. Beyond M or N a thread re-reads the last valid row of a K-major operand (the
-garbage lands in outputs that are never stored), and of the other major copies zeros. Beyond K a copy ignores its source
-and writes zeros.
+garbage lands in outputs that are never stored). Of the other major it re-reads the last vector, or copies zeros. Beyond
+K a copy ignores its source and writes zeros.
 
 cp.async moves 4, 8 or 16 bytes. Operands whose alignment is only 2 bytes go through registers instead. K-major rows of
 elements of one byte, and of products in groups, begin at multiples of 16 bytes and may end anywhere: a copy reads what
@@ -45,10 +45,14 @@ class TileLoader:
             became 16 on an H200 at 27296x16x184 with both row-major; through L1 always, larger products took 1 to 4 %
             longer).
         work: that of the signature. In groups K may end within a vector.
+        zeros: of an operand that lies across K, lanes beyond its edge copy zeros. The lanes of a warp share a row there
+            and would read its last vector together: an H200 took 47 us for 518x2944x520 in copies of 4 bytes, because
+            writing one word to many places takes them one by one. It takes a register.
     """
 
     def __init__(
-        self, dtype, extent, bk, k_major, align, threads, swizzle=None, halves=0, thin_by_l1=False, work=DENSE
+        self, dtype, extent, bk, k_major, align, threads, swizzle=None, halves=0, thin_by_l1=False, work=DENSE,
+        zeros=False,
     ):  # fmt: skip
         self.halves = halves
         self.dtype = dtype
@@ -72,6 +76,7 @@ class TileLoader:
         self.rows_per_pass = threads * self.row_parts // self.vectors_per_row
         self.passes = self.outer * self.inner // (self.vector * threads)
         self.thin_by_l1 = thin_by_l1 and self.bytes == 16
+        self.zeros = zeros and not k_major
         self.ends_anywhere = work != DENSE
         self.cuts = self.itemsize == 1 or (self.ends_anywhere and k_major and self.bytes > 2)
         if self.cuts:
@@ -97,9 +102,7 @@ class TileLoader:
         self.base, self.leading = base, leading
         self.first, self.limit, self.k = first, limit, k
         self.shared_offset_0 = self._shared_offset(0)
-        if not self.k_major:
-            # The lanes of a warp share a row, and would read its last vector together: an H200 took 47 us for
-            # 518x2944x520 in copies of 4 bytes, because writing one word to many places takes them one by one.
+        if self.zeros:
             self.depths = [Int32(cutlass.select_(self._inside(p), k, Int32(0))) for p in range(self.row_parts)]
 
     def copy(self, k_tile, stage_base, part: int = 0, parts: int = 1) -> None:
@@ -199,9 +202,8 @@ class TileLoader:
     def _left(self, k_tile, p):
         """How many elements (K-major) or rows lie between pass p's vector and the end of K; <= 0: none."""
         row, inner = self._place(p)
-        if self.k_major:
-            return self.k - k_tile * self.bk - inner
-        return self.depths[p % self.row_parts] - k_tile * self.bk - row
+        depth = self.depths[p % self.row_parts] if self.zeros else self.k
+        return depth - k_tile * self.bk - (inner if self.k_major else row)
 
 
 class TransposingLoader(TileLoader):

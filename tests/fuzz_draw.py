@@ -10,7 +10,7 @@ import math
 import random
 from dataclasses import dataclass
 
-from cutegemm.choice import plan, prepared
+from cutegemm.choice import prepared
 from cutegemm.errors import UnsupportedError
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import ITEMSIZE, Signature, alignment, request
@@ -184,7 +184,7 @@ def _tile(t: Template) -> tuple[int, int, int]:
         return 64, 64, 32
     from cutegemm import backend as backends
 
-    bm, bn, bk = backends.get(plan._backend_of(t.config)).parse(t.config).tile()
+    bm, bn, bk = backends.get(backends.named_by(t.config)).parse(t.config).tile()
     return (bm, bn, max(bk, 8)) if t.order == "row" else (bn, bm, max(bk, 8))
 
 

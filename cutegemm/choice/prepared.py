@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 LAUNCH_S = 2.5e-6
 """Seconds that one more launch adds in front of the one that reads what it wrote."""
 BANDWIDTH = 0.8
-"""Share of the memory's bandwidth at which a kernel copies. With both, 39 of 45 drawn products differ from what their
-copies took on an H200 by less than 1.5 us (docs/hopper.md#operands-that-tma-cannot-load)."""
+"""Share of the memory's bandwidth at which a kernel copies. With both, the estimate is within 1.5 us of what the copies
+took on an H200 for 39 of 45 drawn products (docs/hopper.md#operands-that-tma-cannot-load)."""
 GAIN = 0.95
 """A prepared problem must be estimated this much faster than the problem as it is: estimates of both err."""
 

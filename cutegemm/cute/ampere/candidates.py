@@ -98,9 +98,9 @@ _INT8 = (
 )
 _BY_UNIT = {"float16": _16_BIT, "bfloat16": _16_BIT, "tfloat32": _TF32, "int8": _INT8, "float8": _BYTES}
 _MOST_COPIES = {64 * 64: 18, 64 * 32: 36}
-"""By the warp tile: the most copies of a stage, of both operands, whose addresses a thread keeps beside its sums and
-spills none; `_MOST_OF_SMALL` with smaller ones. With more, an H200 took 549 us for 2737x64x7969 with both operands
-K-major in 128x64x64, and 77 in 64x64x32; 53 us for 1128x128x6114, and 17."""
+"""By the warp tile: the most copies of a stage, of both operands, that a thread has registers for, since each has an
+address of its own; of smaller warp tiles `_MOST_OF_SMALL`. With more, an H200 took 549 us for 2737x64x7969 with both
+operands K-major in 128x64x64, and 77 in 64x64x32; 53 us for 1128x128x6114, and 17."""
 _MOST_OF_SMALL = 48
 NUMBERS = tuple(range(2, 33))
 """The numbers of parts that a candidate may split K into."""

@@ -122,7 +122,7 @@ def _spills(text: str, size: int, aligns: tuple[int, int]) -> bool:
     """Whether copies as narrow as operands of these alignment classes have too many addresses a thread."""
     config = AmpereConfig.parse(text)
     sides = zip((config.bm, config.bn), aligns, strict=True)
-    copies = sum(max(extent * config.bk * size // min(align, 16) // config.threads, 1) for extent, align in sides)
+    copies = sum(extent * config.bk * size // (align * config.threads) for extent, align in sides)
     return copies > _MOST_COPIES.get(config.wm * config.wn, _MOST_OF_SMALL)
 
 

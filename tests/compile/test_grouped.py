@@ -120,7 +120,8 @@ def test_matrix_operands_in_groups_travel_through_the_ring(work):
 
 
 KEPT_OUTSIDE = {"simt/64x64x16/w32x64/s2/g8/r6": 72, "simt/64x128x16/w32x64/s3/g8/r3": 40}
-"""Bytes that these candidates spill in groups on an A100; on an H200 none and 8."""
+"""Bytes that a thread of these candidates spills in groups on an A100. On an H200 it is none of the first, 8 of the
+second."""
 
 
 @pytest.mark.parametrize("work", ["ragged_m", "ragged_n", "ragged_k", "masked", "gathered_m", "scattered_m"])

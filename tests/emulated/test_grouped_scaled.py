@@ -10,7 +10,7 @@ import torch
 import cutegemm
 from cutegemm import ops
 from cutegemm.errors import UnsupportedError
-from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, SCATTERED
+from cutegemm.problem.work import DENSE, GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, SCATTERED
 from tests.groups import SKEWS, GroupCase, sizes_of
 
 pytest.importorskip("llvmlite")
@@ -37,6 +37,7 @@ CASES = [
     (RAGGED_M, "256x64x128/coop2/c1x2/s3/serp2/zig/pdl/half", ("e4m3", "e5m2"), ("blocks", "blocks128")),
     (RAGGED_M, "128x96x128/coop2/c2x1/s3/g2/streamk/half", ("int8", "int8"), ("blocks", "blocks128")),
     (MASKED, "128x160x128/coop2/c1x1/s3/g2/half", ("e4m3", "e4m3"), ("blocks", "blocks128")),
+    (RAGGED_M, "128x256x128/coop2/c1x2/s3/serp2/zig/pdl/half", ("e4m3", "e4m3"), ("blocks", "blocks128")),
     (GATHERED, "128x64x128/coop2/c2x1/s3/g2/zig/half", ("e4m3", "e4m3"), ("blocks", "blocks128")),
     (SCATTERED, "256x32x128/coop2/c1x1/s3/g2/half", ("e5m2", "e4m3"), ("rows", "flat")),
     (SCATTERED, "64x16x128/pp/c1x1/s3/g2/swap", ("e4m3", "e4m3"), ("blocks", "blocks128")),
@@ -107,6 +108,55 @@ def test_gate_and_up_of_stacked_weights_behind_scales_of_blocks(work, config, ga
     case = GroupCase.random(work, [70, 0, 3, 55], 0, n, 272, "e4m3", seed=seed, recipes=recipes)
     case.epilogue = getattr(ops, gating)
     case.run(backend="cute", config=f"sm90/{config}")
+
+
+@pytest.mark.parametrize("n", [256, 768])
+@pytest.mark.parametrize(
+    "config",
+    [
+        "128x256x128/coop2/c1x2/s2/serp2/zig/pdl/half",
+        "128x192x128/coop2/c2x1/s2/g2/half",
+        "128x64x128/coop2/c1x1/s3/g2/streamk/half",
+        "256x128x128/coop2/c1x2/s2/g2/half",
+    ],
+)
+@pytest.mark.parametrize("work", [DENSE, RAGGED_M, GATHERED, MASKED, SCATTERED])
+@pytest.mark.product(keep=2)
+def test_halves_of_a_tile_take_gate_and_up_of_whole_blocks(work, config, n, seed):
+    """128 divides F: gate's columns and up's lie alike in blocks."""
+    if work == DENSE:
+        check_dense(n, f"sm90/{config}", seed)
+        return
+    case = GroupCase.random(work, [150, 0, 3, 55], 0, n, 400, "e4m3", seed=seed, recipes=("blocks", "blocks128"))
+    case.epilogue = ops.swiglu
+    large = "256" in config
+    if (work == GATHERED and ("c1x2" in config or "streamk" in config)) or (work == SCATTERED and large):
+        with pytest.raises(UnsupportedError, match="gathers|more than 112 spill"):
+            case.run(backend="cute", config=f"sm90/{config}")
+        return
+    case.run(backend="cute", config=f"sm90/{config}")
+
+
+def check_dense(n: int, config: str, seed: int) -> None:
+    """SwiGLU of 150 x n x 400 in fp8 with scales of blocks: sums of integers, which are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (torch.randint(-2, 3, (rows, 400), generator=generator).to(torch.float8_e4m3fn) for rows in (150, n))
+    scale_a, scale_b = (torch.randint(-4, 1, (rows, 4), generator=generator).exp2() for rows in (150, n // 128))
+    of_a, of_b = scale_a.repeat_interleave(128, 1)[:, :400], scale_b.repeat_interleave(128, 0)
+    of_b = of_b.repeat_interleave(128, 1)[:, :400]
+    gate, up = ((a.double() * of_a) @ (b.double() * of_b).t()).chunk(2, -1)
+    got = cutegemm.gemm(
+        a, b.t(), scale_a=scale_a, scale_b=scale_b.t(), epilogue=ops.swiglu, out_dtype=torch.float32, config=config,
+        backend="cute",
+    )  # fmt: skip
+    torch.testing.assert_close(got.double(), torch.nn.functional.silu(gate) * up, rtol=1e-5, atol=1e-6)
+
+
+def test_halves_of_a_tile_refuse_gate_and_up_that_share_a_block(seed):
+    case = GroupCase.random(RAGGED_M, [70], 0, 160, 272, "e4m3", seed=seed, recipes=("blocks", "blocks128"))
+    case.epilogue = ops.swiglu
+    with pytest.raises(UnsupportedError, match="gate and up have 80 columns each; half has scales of blocks"):
+        case.run(backend="cute", config="sm90/128x64x128/coop2/c1x1/s3/g2/half")
 
 
 @pytest.mark.parametrize("recipes", [("blocks", "blocks128"), ("rows", "rows")])

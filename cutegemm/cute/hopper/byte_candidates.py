@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from cutegemm.cute.hopper import options, promotion, shortlists
 from cutegemm.cute.hopper.config import HopperConfig
-from cutegemm.problem.work import DENSE
+from cutegemm.problem.work import DENSE, MASKED, ROWS
 
 if TYPE_CHECKING:
     from cutegemm.problem import Signature
@@ -62,6 +62,22 @@ _HALF = (
     "sm90/128x256x128/coop2/c2x1/s4/serp8/zig/streamk/pdl/half",
 )
 """For large dense products whose sums are promoted."""
+_HALF_IN_GROUPS = (
+    "sm90/128x256x128/coop2/c1x2/s4/serp8/zig/pdl/half",
+    "sm90/128x256x128/coop2/c1x2/s4/serp16/zig/streamk/pdl/half",
+    "sm90/128x256x128/coop2/c1x1/s4/serp8/zig/pdl/half",
+)
+"""The same for groups of rows."""
+_IN_GROUPS = (
+    "sm90/128x144x128/coop2/c2x1/s5/serp8/swap/pdl",
+    "sm90/256x96x128/coop2/c2x1/s4/serp8/swap/pdl",
+    "sm90/128x96x128/coop2/c2x1/s6/serp8/swap/pdl",
+    "sm90/256x64x128/coop2/c2x1/s4/serp8/swap/pdl",
+    "sm90/256x48x128/coop2/c2x1/s5/serp8/swap/pdl",
+    "sm90/256x32x128/coop2/c2x1/s5/serp8/swap/pdl",
+    "sm90/256x16x128/coop2/c2x1/s5/serp8/swap/pdl",
+)
+"""For groups of few rows, whose weights are read at the memory's speed: swapped tiles that hold a group."""
 _FEW = (
     "sm90/128x112x128/coop2/c1x1x2/s6/row/pdl",
     "sm90/64x112x128/coop1/c2x1/s8/row/pdl",
@@ -128,8 +144,10 @@ def shortlist(signature: Signature, cell: Iterable[tuple[str, bool]], k: int) ->
 def _own(signature: Signature) -> tuple[str, ...]:
     """Those of the above that serve a signature."""
     texts: tuple[str, ...] = (*_LARGE, *_BOTH, *_FEW, *(_GATED if signature.epilogue.gating else ()))
-    if signature.promotion is not None and signature.work == DENSE:
-        texts += _HALF
+    if signature.work in (*ROWS, MASKED):
+        texts += _IN_GROUPS
+    if signature.promotion is not None and signature.work in (DENSE, *ROWS, MASKED):
+        texts += _HALF if signature.work == DENSE else _HALF_IN_GROUPS
     forms = (_form(text, signature) for text in texts)
     return tuple(dict.fromkeys(form for form in forms if form is not None))
 
@@ -161,6 +179,8 @@ def _form(text: str, signature: Signature) -> str | None:
         return text
     if config.ping_pong or promotion.why_invalid(config, signature) is not None:
         return None
+    if "half" in config.options:
+        return text
     most = MOST_OF_TWO if config.swapped or config.cluster_k > 1 else promotion.MOST_WITH_COPIES
     if _needs_more_registers(signature) and _is_full(config, most):
         return None

@@ -13,6 +13,9 @@ others by shuffles:
 A product of two scales is one factor for all of a row's partial sums in a block. Places outside of the matrices take
 the scale of the last row or block. Those of a tile's first four k tiles are loaded before the epilogue of the tile
 before, or nothing would hide that they come from far.
+
+Of a gated program ("halves") half of a tile's columns are gate's, and the others are up's, F columns further on. 128
+divides F (`promotion.why_refused`), so that both lie alike in blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from cutlass import Float32, Int32, Int64
 from cutegemm.cute.hopper.config import BLOCK_ROWS, HopperConfig
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.promoted import PromotedProducts, Promotion
-from cutegemm.cute.hopper.promotion import blocks_of_columns
+from cutegemm.cute.hopper.promotion import blocks_of_columns, lies_in_halves
 from cutegemm.cute.source import ScaleSource, element
 from cutegemm.problem import Signature
 from cutegemm.problem.program.graph import SCALE_K
@@ -43,7 +46,8 @@ IN_QUADS = 0x1C03
 class DirectScales(Promotion):
     """Promotes with scales that each thread loads: of each row of A, of each 128 columns of B, or of one of the two.
 
-    rows, columns: how many scales a thread loads of A and of B for a k tile.
+    rows, columns: how many scales a thread loads of A and of B for a k tile. parts: 2 where half of a tile's columns
+    are gate's and half up's, else 1. width: columns of a part.
     """
 
     prefetches = True
@@ -53,11 +57,13 @@ class DirectScales(Promotion):
         self.config, self.in_pairs = config, signature.epilogue.gating == "pairs"
         self.a, self.b = (ScaleSource(given[name]) if name in given else None for name in "ab")
         self.rows = 0 if self.a is None else 2 * (config.group_rows // BLOCK_ROWS)
-        self.columns = 0 if self.b is None else blocks_of_columns(config.bn)
+        self.parts = 2 if "b" in given and lies_in_halves(signature, given["b"]) else 1
+        self.width = config.bn // self.parts
+        self.columns = 0 if self.b is None else self.parts * blocks_of_columns(self.width)
 
     def start(self, products: PromotedProducts, position: Position, args, work, memory) -> None:
         self.own, self.work, self.thread = work.of_warpgroup(position.group), work, position.own_thread
-        self.k = args.k
+        self.k, self.to_up = args.k, args.n // 2 // SCALE_K
         for side in (self.a, self.b):
             if side is not None:
                 side.start(args)
@@ -74,8 +80,10 @@ class DirectScales(Promotion):
             block, r = i // 2, i % 2
             own = self.thread // 32 * 16 + self.thread % 32 // 4
             self._place(i, self.a, region.row + (block * self.config.block_step + own + 8 * r), region.matrix)
+        of_part = self.columns // self.parts
         for i in range(self.columns):
-            self._place(self.rows + i, self.b, column // SCALE_K + i, region.matrix)
+            place = column // SCALE_K + i % max(of_part, 1)
+            self._place(self.rows + i, self.b, place + self.to_up if i >= of_part else place, region.matrix)
         k_tile, step = self.work.k_walk(tile)
         self.walk[0] = k_tile + self.thread % AHEAD * step
         self.walk[1] = AHEAD * step
@@ -133,11 +141,13 @@ class DirectScales(Promotion):
     @property
     def segment(self) -> int:
         """Neighbouring columns that share a scale wherever the tile lies."""
-        return math.gcd(self.config.bn, SCALE_K)
+        return math.gcd(self.width, SCALE_K)
 
     def _of_segment(self, number: int, factors: list[Any]) -> Any:
         """The factor of a row for a segment, which lies in one of two blocks: where the tile begins decides."""
-        begin = number * self.segment
+        part, begin = divmod(number * self.segment, self.width)
+        count = len(factors) // self.parts
+        factors = factors[part * count : (part + 1) * count] or factors
         least, most = (min(place // SCALE_K, len(factors) - 1) for place in (begin, begin + SCALE_K - self.segment))
         if least == most:
             return factors[least]

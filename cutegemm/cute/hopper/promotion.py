@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from cutegemm.problem.dtypes import ITEMSIZE, TYPES
 from cutegemm.problem.program.graph import SCALE_K
-from cutegemm.problem.work import DENSE, GATHERED
+from cutegemm.problem.work import DENSE, GATHERED, RAGGED_N, SCATTERED
 
 if TYPE_CHECKING:
     from cutegemm.cute.hopper.config import HopperConfig
-    from cutegemm.problem import Signature
+    from cutegemm.problem import Problem, Signature
     from cutegemm.problem.program.graph import Input
 
 MOST_ACCUMULATORS = {1: 112, 2: 112, 3: 64}
@@ -37,8 +37,8 @@ MOST_COMPENSATED = 32
 Tiles of more are for results that fill the GPU, where the time of promotions counts."""
 MOST_HALF = 128
 """The same with option half, which has half as many partial sums."""
-MOST_HALF_IN_GROUPS = 112
-"""The same in groups."""
+MOST_HALF_SCATTERED = 112
+"""The same where groups are columns, or rows of D are scattered: slabs store such results, which takes addresses."""
 SCALE_THREADS = 96
 """Threads of the producer's warpgroup that copy scales of blocks of K: all but those of its first warp."""
 CONSUMER_REGISTERS = (24, 240)
@@ -167,16 +167,27 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
     return None
 
 
+def why_refused(config: HopperConfig, problem: Problem) -> str | None:
+    """None when a valid configuration takes a problem's sizes, else why not."""
+    given = problem.signature.epilogue.program.block_scales.get("b")
+    if "half" not in config.options or given is None or not lies_in_halves(problem.signature, given):
+        return None
+    columns = problem.n // 2
+    if columns % SCALE_K == 0:
+        return None
+    return (
+        f"gate and up have {columns} columns each; half has scales of blocks of gate and up where {SCALE_K} divides them"
+    )
+
+
 def _why_not_half(config: HopperConfig, signature: Signature) -> str | None:
     """Why a configuration with option half cannot promote as the signature asks."""
     scales = signature.epilogue.program.block_scales
     if any(given.scales not in ("a1", f"b{SCALE_K}") for given in scales.values()):
         return f"half has scales of 1 x {SCALE_K} of A and of {SCALE_K} x {SCALE_K} of B, or none of blocks"
-    if scales and signature.epilogue.gating == "halves":
-        return "half has scales of blocks where a tile's columns are neighbours; gate and up lie apart"
     if config.group_rows == 64 and config.bn % 32:
         return f"bn is {config.bn}; half of a tile's columns, which one WGMMA has with half, need a multiple of 32"
-    most = MOST_HALF if signature.work == DENSE else MOST_HALF_IN_GROUPS
+    most = MOST_HALF_SCATTERED if signature.work in (SCATTERED, RAGGED_N) else MOST_HALF
     if config.accumulators > most:
         return f"{config.accumulators} accumulators a thread and half as many partial sums; more than {most} spill"
     return None

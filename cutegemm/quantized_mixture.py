@@ -1,7 +1,7 @@
 """`Fp8MoE`: the experts of a mixture, whose weights are quantized once and whose tokens are quantized on the way.
 
-    values, scales = quantize(x)                                     each token once, however many experts it has
-    H = r * act(X[rows] G_e^T) * (X[rows] U_e^T)                     groups of gathered rows, which bring their scales
+    values, scales = quantize(x)                each token once, and written to the rows of all its experts
+    H = r * act(X G_e^T) * (X U_e^T)            groups of rows, with the scales
     values, scales = quantize(H)
     Y = H W_e^T                                                      the rows of a token's slots are added up
 
@@ -22,7 +22,7 @@ from cutegemm.moe import by_tokens, check_chosen, check_types, programs_of, rout
 from cutegemm.problem import request
 from cutegemm.problem.grouped_request import MOST_GROUPS, Sizes
 from cutegemm.problem.quantization import ACCEPTED_INPUTS, BLOCK, FORMATS, INPUTS
-from cutegemm.pytorch import autocast, grouped_scaled
+from cutegemm.pytorch import autocast, grouped_scaled, quantize_spread
 from cutegemm.pytorch.combining import combine
 from cutegemm.pytorch.grouped_autograd import PRODUCT
 from cutegemm.pytorch.mlp import check_activation
@@ -146,24 +146,30 @@ class Fp8MoE(replacing.Translating):
         tokens, chosen, shares = by_tokens(input, experts, weights)
         route, top_k = routed(chosen, shares, self.num_experts, self.settings.backend), chosen.shape[1]
         text = programs_of(self.activation, weights.dtype, input.dtype, (False, False))[0]
-        hidden = self._product("gate_up_proj", tokens, text, (route.weights,), Sizes(route.ends, rows=route.rows))
-        rows = self._product("down_proj", hidden, PRODUCT, (), Sizes(route.ends))
+        dtype, scaling, backend = self.settings.dtype, self.settings.scaling[0], self.settings.backend
+        given = quantize_spread.quantized(tokens, route.rows, route.row_of, top_k, dtype, scaling, backend)
+        hidden = self._product("gate_up_proj", given, text, (route.weights,), route.ends, input.dtype)
+        given = quantize(hidden, dtype, scaling)
+        rows = self._product("down_proj", given, PRODUCT, (), route.ends, input.dtype)
         return combine(rows, route.row_of, top_k, self.settings.backend).view(*input.shape[:-1], rows.shape[1])
 
-    def _product(self, name: str, x: Any, text: str, operands: Any, sizes: Sizes) -> Any:
-        """x, quantized, times a weight of each group, by the program of that text."""
-        settings = self.settings
-        values, scale = quantize(x, settings.dtype, settings.scaling[0])
+    def _product(
+        self, name: str, given: tuple[Any, Any], text: str, operands: Any, ends: Any, out_dtype: torch.dtype
+    ) -> Any:
+        """Quantized rows, (values, scales), times a weight of each group, by the program of that text."""
+        (values, scale), settings = given, self.settings
         weight, of_weight = getattr(self, name), getattr(self, f"{name}_scale")
         kinds = settings.scaling[0], self._kinds[name]
         of_weight = of_weight.mT if of_weight.dim() else of_weight
         options: dict[str, Any] = {"precision": settings.how.precision, "backend": settings.backend, "config": None}
         if torch.compiler.is_dynamo_compiling():
-            given = grouped_scaled.Scaling(scale, of_weight, kinds)
-            return grouped_scaled.by_operator(values, weight.mT, sizes, text, operands, given, None, x.dtype, options)
+            scales, sizes = grouped_scaled.Scaling(scale, of_weight, kinds), Sizes(ends)
+            return grouped_scaled.by_operator(
+                values, weight.mT, sizes, text, operands, scales, None, out_dtype, options
+            )
         return grouped_gemm(
-            values, weight.mT, sizes.offsets, rows=sizes.rows, epilogue=program_of(text),
-            operands=operands, out_dtype=x.dtype, scale_a=scale, scale_b=of_weight, scaling=kinds, **options,
+            values, weight.mT, ends, epilogue=program_of(text), operands=operands, out_dtype=out_dtype, scale_a=scale,
+            scale_b=of_weight, scaling=kinds, **options,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

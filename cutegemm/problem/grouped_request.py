@@ -294,7 +294,10 @@ def describe(
     gathers = sizes.work == GATHERED and packing.gathers_first(a.shape[0], sizes.m, groups, sizes.n, ITEMSIZE[dtype])
     if gathers:
         matrix_a = packing.ordered(a, sizes.m, copies)
-        matrix_b = request.operand_of("b", b, sizes.k, sizes.n, copies)
+        if ITEMSIZE[dtype] == 1:
+            matrix_b = packing.columns(b, request.matrix_of(b, sizes.k, sizes.n), copies)
+        else:
+            matrix_b = request.operand_of("b", b, sizes.k, sizes.n, copies)
     elif ITEMSIZE[dtype] == 1:
         seen = request.matrix_of(a, a.shape[-2], sizes.k), request.matrix_of(b, sizes.k, sizes.n)
         matrix_a, matrix_b = packing.operands(a, b, *seen, copies)

@@ -22,8 +22,8 @@ from cutegemm.problem.work import TABLE as WORKS
 STEP = 16
 """Bytes that the distance of packed rows is a multiple of."""
 GATHERED_ROWS, GATHERED_COLUMNS, GATHERED_BYTES = 256, 8192, 2
-"""The least rows a group, the least columns of the product, and the bytes of an element, for which rows that an index
-names are copied into their order first (docs/grouped_measured.md#gathering-in-a-pass-of-its-own)."""
+"""The least rows a group, the least columns of the product, and the most bytes of an element, for which rows that an
+index names are copied into their order first (docs/grouped_measured.md#gathering-in-a-pass-of-its-own)."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -31,7 +31,12 @@ def operands(
     a: torch.Tensor, b: torch.Tensor, matrix_a: Matrix, matrix_b: Matrix, copies: list[tuple[str, str]]
 ) -> tuple[Matrix, Matrix]:
     """How kernels see A (M, K) and B (K, N) of one byte; names in `copies` what must be packed for that."""
-    return _seen("a", a, matrix_a, copies), _seen("b", b, matrix_b.transposed(), copies).transposed()
+    return _seen("a", a, matrix_a, copies), columns(b, matrix_b, copies)
+
+
+def columns(b: torch.Tensor, matrix: Matrix, copies: list[tuple[str, str]]) -> Matrix:
+    """The same of B alone."""
+    return _seen("b", b, matrix.transposed(), copies).transposed()
 
 
 def _seen(name: str, tensor: torch.Tensor, matrix: Matrix, copies: list[tuple[str, str]]) -> Matrix:
@@ -90,7 +95,7 @@ def gathers_first(a_rows: int, rows: int, groups: int, columns: int, itemsize: i
     """Whether `rows` rows of A, in all groups, are copied in front of the product; not where A has more. Without our
     kernel torch copies A itself too.
     """
-    wide = columns >= GATHERED_COLUMNS and itemsize == GATHERED_BYTES
+    wide = columns >= GATHERED_COLUMNS and itemsize <= GATHERED_BYTES
     return wide and rows >= GATHERED_ROWS * groups and a_rows <= rows
 
 
@@ -103,11 +108,17 @@ def ordered(a: torch.Tensor, rows: int, copies: list[tuple[str, str]]) -> Matrix
 def in_order(a: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """The rows of A that an int32 index names, as `ordered` describes them; zeros for an entry that is no row."""
     count, k = a.shape
-    made = a.new_empty(count + 1, pitch_of(k, a.element_size()))
-    made[:count, :k] = a.detach()
+    bits = as_bits(a.detach())
+    made = bits.new_empty(count + 1, pitch_of(k, a.element_size()))
+    made[:count, :k] = bits
     made[count:] = 0
     # -1 becomes the last row, which is zero, as all that lies beyond does.
-    return made.index_select(0, index.clamp(-1, count).remainder(count + 1))[:, :k]
+    return made.index_select(0, index.clamp(-1, count).remainder(count + 1))[:, :k].view(a.dtype)
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, and where its elements have one byte, these as integers: torch copies no rows of fp8 on the CPU."""
+    return tensor.view(torch.int8) if tensor.element_size() == 1 else tensor
 
 
 def packed(name: str, tensor: torch.Tensor, along_k: bool = True) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from cutegemm import torch_grouped
 from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.run import runner
 
@@ -22,7 +23,7 @@ def combine(rows: torch.Tensor, row_of: torch.Tensor, top_k: int, backend: str) 
     if torch.compiler.is_dynamo_compiling():
         return by_torch(rows, row_of, top_k, unrolled=top_k <= MOST_UNROLLED)
     found = None
-    if _by_kernel(rows, row_of, backend):
+    if by_kernel(rows, row_of, backend):
         from cutegemm.run import combining  # with the kernel families, when one is first needed
 
         found = combining.run(rows, row_of, top_k)
@@ -40,20 +41,42 @@ def spread(rows: torch.Tensor, token_of: torch.Tensor, row_of: torch.Tensor, top
         copied: torch.Tensor = torch.ops.cutegemm.spread_rows(rows, token_of, row_of, top_k, backend)
         return copied
     found = None
-    if _by_kernel(rows, row_of, backend):
+    if by_kernel(rows, row_of, backend):
         from cutegemm.run import combining
 
         found = combining.spread(rows, row_of, top_k)
     return rows.index_select(0, token_of) if found is None else found
 
 
-def _by_kernel(rows: torch.Tensor, index: torch.Tensor, backend: str) -> bool:
+def gathered(rows: torch.Tensor, index: torch.Tensor, backend: str) -> torch.Tensor:
+    """The rows that an int32 index names; zeros for an entry that is no row. rows: fp32, fp16 or bf16. backend: as of
+    `combine`.
+    """
+    found = None
+    if by_kernel(rows, index, backend):
+        from cutegemm.run import combining
+
+        found = combining.gathered(rows, index)
+    return torch_grouped.gathered(rows, index) if found is None else found
+
+
+def by_kernel(rows: torch.Tensor, index: torch.Tensor, backend: str) -> bool:
     """Whether a kernel may compute: plain tensors with elements, no lazily negated rows, no gradient recorded."""
     on = backend == "cute" or (backend == "auto" and rows.device != runner._CPU)
     recorded = torch.is_grad_enabled() and rows.requires_grad
     if not on or recorded or is_beyond_autograd(rows, index) or rows.is_neg():
         return False
     return bool(rows.numel() and index.numel())
+
+
+def check_places(rows: torch.Tensor, token_of: torch.Tensor, row_of: torch.Tensor, top_k: int) -> None:
+    """Raises ValueError unless both name the places of all slots. They must tell of the same: one of them is read."""
+    for name, each in (("token_of", token_of), ("row_of", row_of)):
+        if each.dtype != torch.int32 or each.dim() != 1 or each.shape[0] != rows.shape[0] * top_k:
+            given = f"{each.dtype} of shape {tuple(each.shape)}"
+            raise ValueError(f"{name}: got {given}, expected torch.int32 of shape (tokens * top_k,)")
+        if each.device != rows.device:
+            raise ValueError(f"{name}: it is on {each.device}, expected the device of rows, {rows.device}")
 
 
 def by_torch(rows: torch.Tensor, row_of: torch.Tensor, top_k: int, unrolled: bool = False) -> torch.Tensor:

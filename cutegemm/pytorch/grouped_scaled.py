@@ -20,13 +20,12 @@ from cutegemm.problem.grouped_request import Sizes
 from cutegemm.problem.grouped_scales import Scaled
 from cutegemm.problem.program.graph import Program
 from cutegemm.problem.work import GATHERED
-from cutegemm.pytorch import grouped_operator, scaled
+from cutegemm.pytorch import combining, grouped_operator, scaled
 from cutegemm.pytorch.program_autograd import refuse_tangents
 from cutegemm.pytorch.program_operator import divided, joined, program_of
 from cutegemm.pytorch.registering import LIBRARY, carried_scaling, define, few, many, scaling_of
 from cutegemm.run import grouped
 from cutegemm.run.how import carried
-from cutegemm.torch_grouped import gathered
 
 
 class Scaling(NamedTuple):
@@ -45,15 +44,16 @@ def compute(
     precision: Any, backend: str, config: Any,
 ) -> Any:  # fmt: skip
     """`grouped_gemm` of plain tensors with a scale or two; see there."""
-    program, operands, out_dtype = arguments(a, b, sizes, epilogue, operands, given, out, out_dtype, precision)
+    program, operands, out_dtype = arguments(a, b, sizes, epilogue, operands, given, out, out_dtype, precision, backend)
     return grouped.compute(a, b, sizes, program, operands, out, out_dtype, precision, backend, config)
 
 
 def arguments(
     a: Any, b: Any, sizes: Sizes, epilogue: Any, operands: Sequence[Any], given: Scaling, out: Any, out_dtype: Any,
-    precision: Any,
+    precision: Any, backend: str = "torch",
 ) -> tuple[Program, tuple[Any, ...], Any]:  # fmt: skip
-    """(program, operands, out_dtype) of the call without scales that computes one with them.
+    """(program, operands, out_dtype) of the call without scales that computes one with them. backend: what may copy
+    the scales of gathered rows.
 
     Raises TypeError or ValueError naming the argument, what was given and what is accepted.
     """
@@ -63,7 +63,7 @@ def arguments(
     of_a, of_b = grouped_scales.recipes(a, b, extents, *given)
     if extents.work == GATHERED and of_a is not None:
         grouped_request.check_sizes(a, sizes)
-        of_a = _following(of_a, sizes.rows)
+        of_a = _following(of_a, sizes.rows, backend)
     recipes = [None if each is None else each.recipe for each in (of_a, of_b)]
     made = scaling.scaled(program, *(each and each.input for each in recipes))
     if precision == "fast" and made.block_scales:
@@ -74,11 +74,11 @@ def arguments(
     return made, (*operands, *scaling.operands_of(program, *scales, *recipes)), out_dtype
 
 
-def _following(of_a: Scaled, rows: torch.Tensor) -> Scaled:
+def _following(of_a: Scaled, rows: torch.Tensor, backend: str) -> Scaled:
     """The scales of A's rows in the order of the rows that are gathered; 0 for an entry that names none."""
     if of_a.recipe is None or not (of_a.recipe.input.scales or of_a.recipe.input.m):
         return of_a
-    return of_a._replace(scale=gathered(of_a.scale, rows))
+    return of_a._replace(scale=combining.gathered(of_a.scale, rows, backend))
 
 
 def _with_default(a: Any, program: Program, out_dtype: Any) -> tuple[Program, Any]:

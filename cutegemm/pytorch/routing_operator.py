@@ -52,17 +52,12 @@ route = torch.ops.cutegemm.route.default
 
 
 def _check_rows(rows, token_of, row_of, top_k, backend) -> None:
-    """As `_check`, of the other operator. token_of and row_of must tell of the same places: one of them is read."""
+    """As `_check`, of the other operator."""
     if rows.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"rows: got dtype {rows.dtype}, accepted are torch.float32, torch.float16, torch.bfloat16")
     if rows.dim() != 2:
         raise ValueError(f"rows: got shape {tuple(rows.shape)}, expected (tokens, columns)")
-    for name, each in (("token_of", token_of), ("row_of", row_of)):
-        if each.dtype != torch.int32 or each.dim() != 1 or each.shape[0] != rows.shape[0] * top_k:
-            given = f"{each.dtype} of shape {tuple(each.shape)}"
-            raise ValueError(f"{name}: got {given}, expected torch.int32 of shape (tokens * top_k,)")
-        if each.device != rows.device:
-            raise ValueError(f"{name}: it is on {each.device}, expected the device of rows, {rows.device}")
+    combining.check_places(rows, token_of, row_of, top_k)
     backends.check_name(backend)
 
 

@@ -37,11 +37,17 @@ def step_of(rows: torch.Tensor, top_k: int) -> Step | None:
 
 def in_order(a: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """As `packing.in_order`, by the kernel where that can be."""
-    pitch = packing.pitch_of(a.shape[1], a.element_size())
-    step = _step(a, len(index), 1, "gather", pitch)
+    pitch, bits = packing.pitch_of(a.shape[1], a.element_size()), packing.as_bits(a)
+    step = _step(bits, len(index), 1, "gather", pitch)
     if step is None:
         return packing.in_order(a, index)
-    return _launched(step, a, index, (len(index), pitch))[:, : a.shape[1]]
+    return _launched(step, bits, index, (len(index), pitch))[:, : a.shape[1]].view(a.dtype)
+
+
+def gathered(a: torch.Tensor, index: torch.Tensor) -> torch.Tensor | None:
+    """As `torch_grouped.gathered`, in contiguous rows; None where the GPU cannot run the kernel."""
+    step = _step(a, len(index), 1, "gather")
+    return None if step is None else _launched(step, a, index, (len(index), a.shape[1]))
 
 
 def spread(rows: torch.Tensor, row_of: torch.Tensor, top_k: int) -> torch.Tensor | None:

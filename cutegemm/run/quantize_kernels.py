@@ -81,14 +81,23 @@ def quantized(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, format
     return plan
 
 
-def plan_of(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, format: Format, group: Group | None) -> Plan:
-    """What `quantized` runs."""
+def can_spread(x: torch.Tensor, group: Group, places: int) -> bool:
+    """Whether one launch quantizes the rows of x and writes each to so many rows (`run_spread`)."""
+    along_k = Lies.of(x).along_k
+    in_rows = group.rows == 1 and config.in_one_pass(group, INPUTS[x.dtype], along_k, x.shape[-1])
+    return x.dim() == 2 and in_rows and 0 < places <= config.MOST_PLACES
+
+
+def plan_of(
+    x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, format: Format, group: Group | None, places: int = 0
+) -> Plan:
+    """What `quantized` runs, and with `places`, of which `can_spread` was asked, `run_spread`."""
     arch = steps.arch_of(x.device)
     lies = Lies.of(x), Lies.of(values), _scales(scale, x.dim())
-    key = "quantize", x.dtype, format, group, arch, x.device.index, lies, variable("CUTEGEMM_CACHE_DIR")
+    key = "quantize", x.dtype, format, group, places, arch, x.device.index, lies, variable("CUTEGEMM_CACHE_DIR")
     plan = _plans.get(key)
     if plan is None:
-        plan = _quantize_plan(*lies, INPUTS[x.dtype], format.name, group, arch, x.device)
+        plan = _quantize_plan(*lies, INPUTS[x.dtype], format.name, group, arch, x.device, places)
         _plans.put(key, plan)
     found: Plan = plan
     return found
@@ -124,14 +133,15 @@ def _given_group(x: Lies, scale: Lies) -> Group:
 
 
 def _quantize_plan(
-    x: Lies, v: Lies, s: Lies, dtype: str, values: str, group: Group | None, arch: Arch, device: torch.device
-) -> Plan:
+    x: Lies, v: Lies, s: Lies, dtype: str, values: str, group: Group | None, arch: Arch, device: torch.device,
+    places: int = 0,
+) -> Plan:  # fmt: skip
     k = x.extents[2]
     vector = config.vector_of(dtype, x.along_k)
     width = min(v.width(vector), x.width(vector)) if x.along_k else v.width(vector)
 
     def signature(does: str, group: Group) -> Signature:
-        return Signature(does, dtype, values, group, x.along_k, width)
+        return Signature(does, dtype, values, group, x.along_k, width, places)
 
     if group is None:
         return Plan((_over_tiles(signature("given", _given_group(x, s)), (x, v, s), arch, device),), 0)
@@ -218,3 +228,8 @@ def run(plan: Plan, x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, 
     """Launches a plan, or emulates it: on the tensors that it was made for, or others that lie as they do."""
     maxima = torch.empty(plan.maxima, dtype=torch.float32, device=x.device) if plan.maxima else None
     steps.run(plan.steps, config.POINTERS, (x, values, scale, maxima), x.device, written | {"p"})
+
+
+def run_spread(plan: Plan, x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, row_of: torch.Tensor) -> None:
+    """Launches a plan of rows that are spread. row_of: (rows of x * places,) int32, the rows of the values."""
+    steps.run(plan.steps, config.POINTERS, (x, values, scale, row_of), x.device, {"v", "s"})

@@ -17,6 +17,8 @@ from tests.sass import opcodes, registers, spilled
         (Signature("whole", "bf16", "e4m3", ROWS, True, 8), 32768, "LDG.E.128", "STG.E.64", "F2FP.SATFINITE.E4M3"),
         (Signature("whole", "fp32", "int8", Group(128, 128), True, 4), 4096, "LDG.E.128", "STG.E", "F2IP.S8"),
         (Signature("whole", "fp32", "e5m2", Group(128, 128), False, 16), 4096, "LDG.E", "STG.E.128", "F2FP"),
+        (Signature("whole", "bf16", "e4m3", ROWS, True, 8, 10), 32768, "LDG.E.128", "STG.E.64", "F2FP.SATFINITE.E4M3"),
+        (Signature("whole", "bf16", "e4m3", Group(1, 128), True, 8, 8), 4096, "LDG.E.128", "STG.E.64", "F2FP.SATFIN"),
         (Signature("back", "bf16", "e4m3", ROWS, True, 8), 4096, "LDG.E.64", "STG.E.128", "F2FP.F16.E4M3"),
     ],
     ids=str,
@@ -30,6 +32,6 @@ def test_machine_code(signature, k, load, store, convert):
     assert registers(kernel.cubin) * tile.threads <= where.registers_per_sm
     per_thread = tile.deep_r * tile.deep_k * (1 if signature.along_k else tile.vector)
     assert names[load] >= per_thread
-    assert names[store] >= tile.deep_r * tile.deep_k
+    assert names[store] >= tile.deep_r * tile.deep_k * max(signature.places, 1)
     assert any(op.startswith(convert) for op in names)
     assert not any(op.startswith(("LDG.E.U8", "STG.E.U8")) for op in names)

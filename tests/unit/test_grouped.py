@@ -46,10 +46,10 @@ def test_operands_that_groups_divide_are_seen_along_k(work, name, dtype):
 
 
 def test_rows_of_large_wide_groups_are_gathered_in_a_pass_of_their_own(capsys):
-    """From 256 rows a group and 8192 columns on, in 16 bits, of an A that has no more; they then lie in order."""
+    """From 256 rows a group and 8192 columns on, in 16 and 8 bits, of an A that has no more; they then lie in order."""
     for rows, columns, dtype, a_rows, first in (
         (512, 8192, "bf16", 512, True), (511, 8192, "bf16", 511, False), (512, 8191, "fp16", 512, False),
-        (512, 8192, "fp32", 512, False), (512, 8192, "e4m3", 512, False), (512, 8192, "fp16", 513, False),
+        (512, 8192, "fp32", 512, False), (512, 8192, "e4m3", 512, True), (512, 8192, "fp16", 513, False),
         (512, 8192, "fp16", 0, True),
     ):  # fmt: skip
         case = GroupCase.random(GATHERED, [rows - 3, 3], rows, columns, 16, dtype)

@@ -67,7 +67,14 @@ _HALF_IN_GROUPS = (
     "sm90/128x256x128/coop2/c1x2/s4/serp16/zig/streamk/pdl/half",
     "sm90/128x256x128/coop2/c1x1/s4/serp8/zig/pdl/half",
 )
-"""The same for groups of rows."""
+"""The same for groups of more than `FEW_ROWS` rows."""
+MANY_ROWS = 256
+"""From so many rows of a group on average, rounded up to a power of two, no other tiles are compared with halves, beside
+which an H200 was 1 to 12 % slower with each of them; the model expects up to 10 % more time of halves than they take."""
+FEW_ROWS = 64
+"""Of a group on average, rounded up to a power of two: up to here swapped tiles that hold a group were faster on an
+H200 (32 rows in 256 groups of 4096x7168 took 2.1 ms by halves, and 1.9 by tiles of 64 tokens; 64 rows in 128 groups of
+1536x2048 125 us and 117 by 96), and from 128 rows on halves were."""
 _IN_GROUPS = (
     "sm90/128x144x128/coop2/c2x1/s5/serp8/swap/pdl",
     "sm90/256x96x128/coop2/c2x1/s4/serp8/swap/pdl",
@@ -128,10 +135,14 @@ def listed(signature: Signature) -> tuple[str, ...]:
     return tuple(texts) or (_SMALLEST,)  # of which the rule of validity says why it is none
 
 
-def shortlist(signature: Signature, cell: Iterable[tuple[str, bool]], k: int) -> list[tuple[str, bool]]:
-    """Of those listed the ones to compare for sums over about k, and whether with K split: all of the above, and those
-    of a cell of `shortlists`, which names them as of 16 bits."""
-    found = [(text, False) for text in _own(signature)]
+def shortlist(signature: Signature, cell: Iterable[tuple[str, bool]], m: int, k: int) -> list[tuple[str, bool]]:
+    """Of those listed the ones to compare for about m rows a product and sums over about k, and whether with K split:
+    all of the above, and those of a cell of `shortlists`, which names them as of 16 bits."""
+    halves = [(text, False) for text in _own(signature) if text in _HALF_IN_GROUPS]
+    if halves and m >= MANY_ROWS:
+        return halves
+    few = signature.work != DENSE and m <= FEW_ROWS
+    found = [(text, False) for text in _own(signature) if not (few and text in _HALF_IN_GROUPS)]
     found += ((text, True) for text in _own(signature) if text.removesuffix("/twin") in SPLIT)
     known = _in_cells(signature)
     found += ((known[text], split) for text, split in cell if text in known)
@@ -167,7 +178,8 @@ def _poor_with_blocks(signature: Signature) -> frozenset[str]:
     """Those of the list that are slow with scales of blocks of K where the sum is long: large tiles of clusters."""
     if not signature.epilogue.program.block_scales:
         return frozenset()
-    return frozenset(text for text in listed(signature) if _is_poor_with_blocks(text))
+    own = () if signature.work == DENSE else _IN_GROUPS
+    return frozenset(text for text in listed(signature) if text not in own and _is_poor_with_blocks(text))
 
 
 def _form(text: str, signature: Signature) -> str | None:
@@ -192,10 +204,10 @@ def _is_full(config: HopperConfig, most: int = MOST_OF_TWO) -> bool:
 
 
 def _needs_more_registers(signature: Signature) -> bool:
-    """Whether scales of blocks are of another recipe than 1 x 128 with 128 x 128, or each matrix has its own."""
+    """Whether scales of blocks are of another recipe than 1 x 128 with 128 x 128, or each matrix of a batch has its own."""
     scales = signature.epilogue.program.block_scales
-    usual = {"a": "a1", "b": "b128"}
-    return any(given.batched or given.scales != usual[operand] for operand, given in scales.items())
+    usual, in_batches = {"a": "a1", "b": "b128"}, signature.work == DENSE
+    return any((given.batched and in_batches) or given.scales != usual[operand] for operand, given in scales.items())
 
 
 def _is_poor_with_blocks(text: str) -> bool:

@@ -262,7 +262,7 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
     if signature.work in (*ROWS, MASKED) and m >= LARGE_GROUP:
         found = [each for each in found if not _is_swapped_beyond(each[0], MOST_TOKENS)]
     if itemsize == 1:
-        return _as_they_fit(byte_candidates.shortlist(signature, found, elements), signature)
+        return _as_they_fit(byte_candidates.shortlist(signature, found, m, elements), signature)
     if signature.work in COUNTED_WORKS and m <= UNSWAPPED_ROWS:
         found += ((text, False) for text in _OF_GROUPS)
     if signature.work in STREAMED_WORKS and m >= LARGE_GROUP:

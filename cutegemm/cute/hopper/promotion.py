@@ -175,9 +175,7 @@ def why_refused(config: HopperConfig, problem: Problem) -> str | None:
     columns = problem.n // 2
     if columns % SCALE_K == 0:
         return None
-    return (
-        f"gate and up have {columns} columns each; half has scales of blocks of gate and up where {SCALE_K} divides them"
-    )
+    return f"gate and up have {columns} columns each; half has scales of blocks of them where {SCALE_K} divides that"
 
 
 def _why_not_half(config: HopperConfig, signature: Signature) -> str | None:

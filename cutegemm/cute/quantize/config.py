@@ -9,6 +9,9 @@ in neighbouring rows, so that their loads are coalesced and no shared memory tra
     "amax", then "parts"          a group is larger: every CTA of the first launch writes the largest magnitudes that it
                                   found, and every CTA of the second one takes the maximum of these: no atomics
     "given"                       with a scale that the caller gives, and to dequantize
+
+A mixture's tokens are quantized once and written to the rows of all their experts: "whole" groups of single rows may
+have `Signature.places`, which an index in the place of the partial maxima names.
 """
 
 from __future__ import annotations
@@ -28,8 +31,10 @@ DEEP = 4
 """Most vectors of a row that a thread keeps in registers: 1024 threads of a CTA have 64 registers each."""
 PASSES = ("whole", "amax", "parts", "given", "back")
 """What a kernel does; "back" dequantizes."""
+MOST_PLACES = 10
+"""Rows that a row of x may become: a thread keeps their numbers in registers, of which 1024 threads have 64 each."""
 POINTERS = ("x", "v", "s", "p")
-"""The addresses that a kernel takes: x, values, scales, partial maxima."""
+"""The addresses that a kernel takes: x, values, scales, partial maxima or the rows that each row of x becomes."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Signature:
         group: elements that share a scale; for "given" and "back" also of 1 along K.
         along_k: whether the elements of a row of x are neighbours; those of the values always are.
         width: elements that every access of neighbours may take at once. It divides K: no access crosses its end.
+        places: how many rows of the values each row of x becomes, each with its scale; 0 for the one of its number.
     """
 
     does: str
@@ -49,10 +55,12 @@ class Signature:
     group: Group
     along_k: bool
     width: int
+    places: int = 0
 
     def __str__(self) -> str:
         layout = "k" if self.along_k else "any"
-        return f"{self.does} {self.dtype} {self.values} {self.group} {layout} w{self.width}"
+        text = f"{self.does} {self.dtype} {self.values} {self.group} {layout} w{self.width}"
+        return f"{text} x{self.places}" if self.places else text
 
 
 class Tile(NamedTuple):

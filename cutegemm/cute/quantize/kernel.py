@@ -56,6 +56,8 @@ class Quantize(StandaloneOperator):
         width, size = self.signature.width, self.type.width // 8
         if name == "x":
             return self.type, size * width if self.signature.along_k else size
+        if name == "p" and self.signature.places:
+            return Int32, 4
         return (Uint8, width) if name == "v" else (Float32, 4)
 
     @cute.kernel
@@ -246,11 +248,27 @@ class Quantize(StandaloneOperator):
                 place = place + Int64(index // extent) * stride
         return self.args.s + place
 
+    def _put_scale(self, scale, corner: Corner, targets, writes) -> None:
+        """Writes the scale of a row, or of all, to each of its `_targets`."""
+        for target, row in targets:
+            self._put_number(scale, self._scale_at(corner.matrix, target, corner.k), writes & (row < self.args.rows))
+
     @cute.jit
-    def _put_scale(self, scale, corner: Corner, row, writes):
-        place = self._scale_at(corner.matrix, row, corner.k)
-        if writes & (row < self.args.rows):
-            cute.make_tensor(place, cute.make_layout(1))[0] = scale
+    def _put_number(self, number, place, writes):
+        if writes:
+            cute.make_tensor(place, cute.make_layout(1))[0] = number
+
+    def _targets(self, row) -> list[tuple[Any, Any]]:
+        """(row of the values, row of x) of each row that a row of x becomes; the latter is none where the former is."""
+        places, rows = self.signature.places, self.args.rows
+        if not places:
+            return [(row, row)]
+        first, found = Int64(self._inside(row)) * places, []
+        for choice in range(places):
+            place = element(self.args.p, first + choice)
+            exists = (place >= 0) & (Int64(place) < Int64(rows) * places)
+            found.append((place, cutlass.select_(exists, row, rows)))
+        return found
 
     def _given_scales(self, matrix, row, k) -> list[Any]:
         """The scale of each element of a vector; one number stands for all where they share it."""
@@ -266,16 +284,18 @@ class Quantize(StandaloneOperator):
             for i, row in enumerate(vectors):
                 for j, vector in enumerate(row):
                     scales = self._given_scales(corner.matrix, self._row(corner, i), self._k(corner, j))
-                    self._store(corner, i, j, vector, [self._reciprocal(scale) for scale in scales])
+                    inverses = [self._reciprocal(scale) for scale in scales]
+                    self._store(corner, i, j, vector, inverses, self._targets(self._row(corner, i)))
         elif self.per_row:
             for i, row in enumerate(vectors):
-                self._store_row(corner, i, row, self._scale_of_row(corner, i, row))
+                targets = self._targets(self._row(corner, i))
+                self._store_row(corner, i, row, self._scale_of_row(corner, i, row, targets), targets)
         else:
             inverse = self._scale_of_all(corner, [vector for row in vectors for vector in row])
             for i, row in enumerate(vectors):
-                self._store_row(corner, i, row, inverse)
+                self._store_row(corner, i, row, inverse, self._targets(self._row(corner, i)))
 
-    def _scale_of_row(self, corner: Corner, i: int, vectors) -> Any:
+    def _scale_of_row(self, corner: Corner, i: int, vectors, targets) -> Any:
         """The reciprocal of the scale of row i of this thread; the row's first thread writes the scale."""
         row = self._row(corner, i)
         if self.signature.does == "whole":  # the CTA has all of a group along K
@@ -283,7 +303,7 @@ class Quantize(StandaloneOperator):
         else:
             amax, first = self._found_maximum(corner.matrix, row), self._k(corner, 0) == 0
         scale = self._scale(amax)
-        self._put_scale(scale, corner, row, first)
+        self._put_scale(scale, corner, targets, first)
         return self._reciprocal(scale)
 
     def _scale_of_all(self, corner: Corner, vectors) -> Any:
@@ -295,14 +315,14 @@ class Quantize(StandaloneOperator):
             amax = self._found_maximum(corner.matrix, 0)
             first = first & (corner.matrix == 0) & (corner.row == 0) & (corner.k == 0)
         scale = self._scale(amax)
-        self._put_scale(scale, corner, corner.row, first)
+        self._put_scale(scale, corner, [(corner.row, corner.row)], first)
         return self._reciprocal(scale)
 
-    def _store_row(self, corner: Corner, i: int, vectors, inverse) -> None:
+    def _store_row(self, corner: Corner, i: int, vectors, inverse, targets) -> None:
         for j, vector in enumerate(vectors):
-            self._store(corner, i, j, vector, [inverse])
+            self._store(corner, i, j, vector, [inverse], targets)
 
-    def _store(self, corner: Corner, i: int, j: int, raw, inverses) -> None:
+    def _store(self, corner: Corner, i: int, j: int, raw, inverses, targets) -> None:
         """Writes the values of vector (i, j): its elements times the reciprocals of their scales, rounded."""
         count = self.config.vector
         scaled = cute.make_rmem_tensor(count, Float32)
@@ -312,10 +332,9 @@ class Quantize(StandaloneOperator):
         for word in range(count // 4):
             places = range(4 * word, 4 * word + 4)
             words[word] = self._rounded([scaled[e] * inverses[e % len(inverses)] for e in places])
-        row = self._row(corner, i)
-        self._put(
-            words if self.signature.width % 4 == 0 else in_bytes, self._v_row(corner, row), row, self._k(corner, j), 1
-        )
+        elements = words if self.signature.width % 4 == 0 else in_bytes
+        for target, row in targets:
+            self._put(elements, self._v_row(corner, target), row, self._k(corner, j), 1)
 
     @cute.jit
     def _put(self, elements, start, row, k, size: cutlass.Constexpr):

@@ -25,7 +25,8 @@ from cutegemm.tuner import timing
 from cutegemm.tuner.grouped_bench import DRAWS
 from tuning import bench_providers, cli, suites
 from tuning.bench_report import ratios_text, short_text
-from tuning.grouped_ways import FORWARD, GATHERED, GRADIENTS, OURS, QUACK, SCALED, Draw, Kind, Ways
+from tuning.grouped_ways import FORWARD, GATHERED, GRADIENTS, OURS, QUACK, Draw, Kind, Ways
+from tuning.scaled_ways import SCALED
 
 Timer = Callable[[Mapping[str, Sequence[Callable[[], object]]], float, int], Mapping[str, timing.Timing]]
 Row = dict[str, Any]
@@ -115,7 +116,11 @@ def named(products: str, skews: str) -> list[suites.Experts]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = cli.parser("grouped", (__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "e4m3"), help="e4m3: with scales of rows")
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "e4m3"), help="e4m3: with scales")
+    parser.add_argument(
+        "--scaling", choices=tuple(SCALED), help="of e4m3: of rows (the default) or of blocks of 128 of K, the latter "
+        "beside DeepGEMM where it is installed"
+    )  # fmt: skip
     parser.add_argument("--majors", default="tn", choices=("tn", "tt"), help="tn: weights (G, N, K) as they are stored")
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--gather", action="store_true", help="rows by an index, against rows gathered before")
@@ -143,7 +148,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.dtype == "e4m3":
         if kind != FORWARD or options.majors != "tn":
             parser.error("--dtype: got e4m3 with --gather, --weight-gradients or --majors tt; it is timed without them")
-        kind = SCALED
+        kind = SCALED[options.scaling or "rows"]
+    elif options.scaling:
+        parser.error(f"--scaling: got {options.scaling} with --dtype {options.dtype}; scales are of e4m3")
     try:
         entries = suites.MOE if options.products is None else named(options.products, options.skew or DEFAULT_SKEWS)
     except ValueError as why:

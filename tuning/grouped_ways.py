@@ -1,30 +1,29 @@
 """What `tuning.grouped` times: the ways to one product in groups, on one set of operands.
 
     forward    D (rows, n) of rows sorted by expert and the experts' weights
-    scaled     the same in fp8, with a scale for each row and each column
     gathered   the rows of A named by an index, against rows that were gathered before
     gradients  dW (experts, n, k) of dY (rows, n) and X (rows, k), against one dense product with as many flops
 
-Sizes of groups are drawn from a seed. A loop knows them on the host, which a real one would have to wait for.
+`scaled_ways` has those in fp8. Sizes of groups are drawn from a seed. A loop knows them on the host, which a real one
+would have to wait for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 import cutegemm
-from cutegemm import ops
-from cutegemm.problem import Problem, grouped_request, reference, torch_dtype
+from cutegemm.grouped import plan_of
+from cutegemm.problem import Problem, reference, torch_dtype
 from cutegemm.problem.work import RAGGED_K, RAGGED_M
-from cutegemm.run import grouped
 from tuning import suites
 
 OURS, TORCH, LOOP, QUACK = "cutegemm", "torch._grouped_mm", "loop", "quack"
-BF16, BEFORE, FIRST, DENSE = "cutegemm in bf16", "gathered before", "gather, then cutegemm", "one dense torch.mm"
+BEFORE, FIRST, DENSE = "gathered before", "gather, then cutegemm", "one dense torch.mm"
 Parts = Callable[[], Iterator[tuple[torch.Tensor, reference.Expected]]]
 
 
@@ -116,16 +115,15 @@ def sizes(entry: suites.Experts, seed: int) -> list[int]:
 
 def ours(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, parts: Parts, ends: torch.Tensor,
-    rows: torch.Tensor | None = None, epilogue: Any = None, operands: tuple[torch.Tensor, ...] = (),
+    rows: torch.Tensor | None = None, scaling: Mapping[str, Any] | None = None,
 ) -> Way:  # fmt: skip
-    """`grouped_gemm`, and the configuration that it takes for these operands."""
+    """`grouped_gemm`, and the configuration that it takes for these operands. scaling: its arguments about scales."""
+    options: dict[str, Any] = {"rows": rows, "out": out, **(scaling or {})}
 
     def config() -> str:
-        given, program = grouped_request.Sizes(ends, rows=rows), epilogue or (lambda acc: acc)
-        plan = grouped.plan_of(a, b, given, program, operands, out, None, None, "auto", None)
-        return str(plan.choice.config or plan.choice.backend)
+        choice = plan_of(a, b, offsets=ends, **options).choice
+        return str(choice.config or choice.backend)
 
-    options = {"rows": rows, "epilogue": epilogue, "operands": operands, "out": out}
     return Way(partial(cutegemm.grouped_gemm, a, b, ends, **options), out, parts, config)
 
 
@@ -154,29 +152,6 @@ def forward(draw: Draw, dtype: str = "bf16", majors: str = "tn") -> Ways:
         TORCH: Way(lambda: torch._grouped_mm(a, b, offs=draw.ends), out, parts),
         QUACK: Way(lambda: _quack()(a, b, out=out, cu_seqlens_m=draw.begins, tuned=True), out, parts),
         LOOP: Way(loop, out, parts),
-    }
-
-
-def scaled(draw: Draw, dtype: str = "e4m3", majors: str = "tn") -> Ways:
-    """fp8 with random scales of rows and columns, as an epilogue of ours; the same sizes in bf16 without scales."""
-    entry, kind = draw.entry, torch_dtype(dtype)
-    a, b = draw.normal(entry.rows, entry.k).to(kind), draw.weights(kind, majors)
-    scale_a, scale_b = draw.normal(entry.rows, 1).exp(), draw.normal(entry.experts, 1, entry.n).exp()
-    out = torch.empty(entry.rows, entry.n, dtype=torch.bfloat16, device=a.device)
-
-    def parts() -> Iterator[tuple[torch.Tensor, reference.Expected]]:
-        for rows, weight, columns in zip(draw.parts(), b, scale_b, strict=True):
-            if rows.stop > rows.start:
-                yield out[rows], reference.expected(a[rows], weight, scale_a=scale_a[rows], scale_b=columns)
-
-    def by_torch() -> torch.Tensor:
-        scales = scale_a[:, 0], scale_b[:, 0]
-        return torch._scaled_grouped_mm(a, b, *scales, offs=draw.ends, out_dtype=torch.bfloat16)
-
-    return {
-        OURS: ours(a, b, out, parts, draw.ends, epilogue=ops.scaled, operands=(scale_a, scale_b)),
-        "torch._scaled_grouped_mm": Way(by_torch, out, parts),
-        BF16: forward(draw, "bf16", majors)[OURS],
     }
 
 
@@ -249,6 +224,5 @@ class Kind(NamedTuple):
 
 
 FORWARD = Kind(forward)
-SCALED = Kind(scaled, BF16, 1.5)
 GATHERED = Kind(gathered, BEFORE, 0.952)
 GRADIENTS = Kind(gradients, DENSE, 0.95)

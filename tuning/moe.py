@@ -6,9 +6,11 @@
 A block has 128 experts of which a token takes 8, 2048 -> 768 -> 2048 (Qwen3-30B-A3B), or 8 of which it takes 2,
 4096 -> 14336 -> 4096 (Mixtral-8x7B). The choice of experts is an input, drawn evenly or by a Zipf law. `torch` is the
 compiled baseline, `ours` calls `cutegemm.moe`, `compiled` is the same under torch.compile. Every step is captured in a
-CUDA graph. Results and gradients must be as close to those in float32 as torch's are, within a factor of two, in the
-root of the mean square. Variants take turns in alternating order, as in tuning.blocks. Ratios are to `torch`, above 1
-is faster.
+CUDA graph. With `--scaling` the forward pass is also timed in fp8: `Fp8MoE` with scales of rows or of blocks of 128,
+which quantizes its inputs on the way; and so are DeepSeek-V3's 256 experts, of which a token takes 8, 7168 -> 2048 ->
+7168. Results and gradients must be as close to those in float32 as torch's are, within a factor of two, in the root of
+the mean square; fp8 has a limit of its own. Variants take turns in alternating order, as in tuning.blocks. Ratios are
+to `torch`, above 1 is faster.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ import cutegemm
 from cutegemm.tuner import timing
 from tuning import blocks, cli
 
+FP8_ERROR = 0.1
+"""Root of the mean square of a mixture in fp8, relative to float32: an e4m3 number is rounded by 3 % on average."""
 AIMS = {False: 1.2, True: 1.15}
 """Ratios to torch that are wanted at every point: forward, and of training steps."""
 TOKENS = "1,4,16,32,64,128,256,512,1024,2048,4096,8192"
@@ -45,6 +49,8 @@ class Block(NamedTuple):
 
 
 BLOCKS = (Block("Qwen3-30B-A3B", 128, 8, 2048, 768), Block("Mixtral-8x7B", 8, 2, 4096, 14336))
+IN_FP8 = (*BLOCKS, Block("DeepSeek-V3", 256, 8, 7168, 2048))
+"""Those timed with `--scaling`."""
 
 
 def grouped_mm(x: Any, experts: Any, weights: Any, gate_up: Any, down: Any) -> torch.Tensor:
@@ -108,6 +114,15 @@ def steps_of(names: Sequence[str]) -> dict[str, Step]:
     return {name: made[name] for name in names}
 
 
+def in_fp8(recipes: Sequence[str], gate_up: torch.Tensor, down: torch.Tensor) -> dict[str, Step]:
+    """`Fp8MoE` with these weights, which are quantized here, by the recipe of its scales."""
+    made: dict[str, Step] = {}
+    for recipe in recipes:
+        layer = cutegemm.nn.Fp8MoE.from_weights(gate_up.detach(), down.detach(), scaling=recipe)
+        made[f"fp8 {recipe}"] = lambda x, experts, weights, *of_experts, layer=layer: layer(x, experts, weights)
+    return made
+
+
 def forward(step: Step, given: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
     """The result, without gradients."""
 
@@ -141,7 +156,7 @@ def check(
 ) -> dict[str, str]:  # fmt: skip
     """ "ok" or what is wrong with each variant, judged by `exact`, the same in float32, and by torch's error.
 
-    names: of the results.
+    names: of the results. Variants whose name begins with "fp8" may err by `FP8_ERROR`.
     """
 
     def results(step: Step) -> list[torch.Tensor]:
@@ -157,22 +172,24 @@ def check(
         wrong = [
             f"wrong {names[number]}: error {own:.2g}, torch's is {theirs:.2g}"
             for number, (own, theirs) in enumerate(zip(found, errors[blocks.TORCH], strict=True))
-            if not own <= 2 * theirs
+            if not own <= (FP8_ERROR if name.startswith("fp8") else 2 * theirs)
         ]
         verdicts[name] = wrong[0] if wrong else "ok"
     return verdicts
 
 
 def bench(
-    block: Block, tokens: Sequence[int], skew: str, trains: bool, names: Sequence[str], rounds: int
-) -> list[blocks.Line]:
-    """The lines of the table for a block: forward, or training steps, of so many tokens."""
+    block: Block, tokens: Sequence[int], skew: str, trains: bool, names: Sequence[str], rounds: int,
+    recipes: Sequence[str] = (),
+) -> list[blocks.Line]:  # fmt: skip
+    """The lines of the table for a block: forward, or training steps, of so many tokens. recipes: of scales in fp8."""
     lines: list[blocks.Line] = []
     how, word = (training, "training") if trains else (forward, "forward")
     experts = weights_of(block, "cuda")
+    quantized = in_fp8(recipes, *experts)
     for count in tokens:
         given = [*inputs_of(block, count, skew, "cuda"), *experts]
-        steps = steps_of(names)
+        steps = {**steps_of(names), **quantized}
         verdicts = check(how, steps, given)
         graphs = {
             name: blocks.captured(how(steps[name], given)) for name, verdict in verdicts.items() if verdict == "ok"
@@ -195,6 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
     made.add_argument("--train-tokens", default="4096", help="training steps, comma-separated (default 4096)")
     made.add_argument("--skew", default="uniform,zipf", help="how experts are drawn (default uniform,zipf)")
     made.add_argument("--only", help="blocks whose name has this in it, such as 'Qwen3'")
+    made.add_argument("--scaling", help="also in fp8, forward alone, with scales of rows, blocks, comma-separated")
     made.add_argument("--rounds", type=cli.count, default=9, help="measured rounds (default 9)")
     options = made.parse_args(arguments)
     try:
@@ -205,7 +223,10 @@ def main(arguments: list[str] | None = None) -> int:
     skews = options.skew.split(",")
     if set(skews) - {"uniform", "zipf"}:
         made.error(f"--skew: got {options.skew!r}, accepted are uniform and zipf, comma-separated")
-    wanted = [block for block in BLOCKS if options.only is None or options.only in block.name]
+    recipes = options.scaling.split(",") if options.scaling else []
+    if set(recipes) - {"tensor", "rows", "blocks"}:
+        made.error(f"--scaling: got {options.scaling!r}, accepted are tensor, rows and blocks, comma-separated")
+    wanted = [block for block in (IN_FP8 if recipes else BLOCKS) if options.only is None or options.only in block.name]
     if not wanted:
         made.error(f"--only: no block has {options.only!r} in its name")
     if not torch.cuda.is_available():
@@ -216,8 +237,9 @@ def main(arguments: list[str] | None = None) -> int:
     lines: dict[bool, list[blocks.Line]] = {False: [], True: []}
     for block in wanted:
         for skew in skews:
-            for counts, trains in ((tokens, False), (train_tokens, True)):
-                lines[trains] += bench(block, counts, skew, trains, names, options.rounds)
+            lines[False] += bench(block, tokens, skew, False, names, options.rounds, recipes)
+            if not recipes:
+                lines[True] += bench(block, train_tokens, skew, True, names, options.rounds)
     print(blocks.table([*lines[False], *lines[True]]))
     for trains, aim in AIMS.items():
         if said := blocks.summary(lines[trains], aim):

@@ -249,12 +249,19 @@ def test_every_recipe_on_groups_of_any_sizes(work, config, seed):
 
 @pytest.mark.parametrize(
     "config",
-    ["128x224x128/coop2/c2x1/s4/serp8/zig/pdl/half", "256x96x128/coop2/c2x1/s3/serp8/zig/streamk/pdl/half"],
+    [
+        "128x224x128/coop2/c2x1/s4/serp8/zig/pdl/half",
+        "256x96x128/coop2/c2x1/s3/serp8/zig/streamk/pdl/half",
+        "128x256x128/coop2/c1x2/s4/serp8/zig/pdl/half",
+        "128x256x128/coop2/c1x2/s4/serp16/zig/streamk/pdl/half",
+    ],
 )
 @pytest.mark.parametrize("work", [RAGGED_M, MASKED, GATHERED, SCATTERED])
 def test_sums_promoted_by_halves(work, config, seed):
-    if work == GATHERED:
-        config = config.replace("/streamk", "")  # which gathered rows do not take beside two warpgroups
+    if work == GATHERED:  # which takes no stream-K beside two warpgroups, and no clusters that share rows
+        config = config.replace("/streamk", "").replace("c1x2", "c1x1")
+    if work == SCATTERED:
+        config = config.replace("128x256", "128x224")  # more spill
     rng = random.Random(seed)
     for skew in SKEWS:
         sizes = sizes_of(skew, rng.choice((1, 8, 16)), 3000, rng)
@@ -263,6 +270,13 @@ def test_sums_promoted_by_halves(work, config, seed):
             work, sizes, 3000, 520, 1096, kinds[0], b_dtype=kinds[1], seed=seed, recipes=recipes, device="cuda", tail=5
         )  # fmt: skip
         case.run(backend="cute", config=f"sm90/{config}")
+        # Gate and up of 256 and 384 columns, which 128 divides, in blocks.
+        gated = GroupCase.random(
+            work, sizes, 3000, rng.choice((512, 768)), 1096, kinds[0], b_dtype=kinds[1], seed=seed, recipes=recipes,
+            device="cuda", tail=5,
+        )  # fmt: skip
+        gated.epilogue = ops.swiglu
+        gated.run(backend="cute", config=f"sm90/{config}")
 
 
 def test_gate_and_up_of_scaled_experts(seed):

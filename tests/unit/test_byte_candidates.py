@@ -12,11 +12,11 @@ from cutegemm.cute.hopper import byte_candidates, promotion, shortlists
 from cutegemm.cute.hopper import candidates as hopper_candidates
 from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.hardware import arch
-from cutegemm.problem import Problem
+from cutegemm.problem import Problem, scaling
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.program.simplify import simplified
 from cutegemm.problem.program.text import parse
-from cutegemm.problem.work import RAGGED_M
+from cutegemm.problem.work import GATHERED, MASKED, RAGGED_M, RAGGED_N, SCATTERED
 from tests.unit.scaled import of_blocks, scaled_problem
 
 H200 = arch.get("H200")
@@ -151,19 +151,53 @@ def test_the_tuner_tries_one_of_two_that_differ_in_twins(config, with_twin, with
         assert byte_candidates.tries(HopperConfig.parse(text), ROWS) == expected
 
 
-def test_only_dense_products_with_neighbouring_columns_have_candidates_of_halves():
-    """Gate and up that lie apart have no scales of blocks there; products in groups were not timed."""
+def test_which_products_have_candidates_of_halves():
+    """Those whose sums are promoted, but where groups are scattered or columns: these spill with 128 accumulators."""
     given = ("x0: fp32[M, 1], x1: fp32[1]", "x0: fp32[A, 1, 128], x1: fp32[B, 128, 128]")
     texts = [f"def epilogue(gate: halves[0], up: halves[1], {each}) -> bf16: return gate * up" for each in given]
     rows, blocks = (
         Problem.of(512, 512, 512, "e4m3", epilogue=Epilogue(custom=simplified(parse(text)))).signature for text in texts
     )
-    in_groups = [replace(signature, work=RAGGED_M) for signature in (ROWS, BLOCKS)]
+    in_groups = [replace(each, work=work) for each in (ROWS, BLOCKS) for work in (RAGGED_M, MASKED, GATHERED)]
+    others = [replace(each, work=work) for each in (ROWS, BLOCKS) for work in (SCATTERED, RAGGED_N)]
     fast = Problem.of(512, 512, 512, "e4m3", precision="fast").signature
-    has = {True: [ROWS, BLOCKS, rows], False: [blocks, *in_groups, fast]}
+    has = {True: [ROWS, BLOCKS, rows, blocks, *in_groups], False: [*others, fast, replace(fast, work=RAGGED_M)]}
     for expected, signatures in has.items():
         for signature in signatures:
             assert any("half" in text for text in byte_candidates.listed(signature)) == expected
+
+
+def in_groups(recipe: str, groups: int, rows: int, n: int, k: int) -> Problem:
+    """A product in groups of rows, as the heuristic sees one with scales of that recipe."""
+    custom = scaling.of_blocks("e4m3", "bf16", RAGGED_M) if recipe == "blocks" else None
+    epilogue = Epilogue() if custom is None else Epilogue(custom=custom)
+    return Problem.of(rows, n, k, "e4m3", batch=groups, out_dtype="bf16", epilogue=epilogue, work=RAGGED_M)
+
+
+_HALF, _STREAMED = (f"128x256x128/coop2/c1x2/s4/{order}/pdl/half" for order in ("serp8/zig", "serp16/zig/streamk"))
+IN_GROUPS = {
+    ("blocks", 8, 32768, 7168, 2048): (_HALF, _STREAMED),
+    ("rows", 8, 32768, 7168, 2048): (_HALF, _STREAMED),
+    ("blocks", 8, 8192, 28672, 4096): (_HALF, _STREAMED),
+    ("rows", 32, 8192, 4096, 7168): (_HALF, _STREAMED),
+    ("blocks", 128, 65536, 2048, 768): (_HALF,),
+    ("blocks", 32, 4096, 4096, 7168): (_HALF,),
+    ("blocks", 256, 32768, 7168, 2048): (_HALF,),
+    ("blocks", 128, 8192, 1536, 2048): ("256x96x128/coop2/c2x1/s4/serp8/swap/pdl",),
+    ("rows", 128, 8192, 1536, 2048): ("256x96x128/coop2/c2x1/s4/serp8/swap/pdl",),
+    ("blocks", 8, 128, 28672, 4096): ("256x32x128/coop2/c2x1/s5/serp8/swap/pdl/twin",),
+    ("blocks", 256, 1024, 4096, 7168): ("256x16x128/coop2/c2x1/s5/serp8/swap/pdl/twin",),
+    ("rows", 128, 1024, 1536, 2048): ("256x16x128/coop2/c2x1/s5/serp8/swap/pdl/twin",),
+}
+"""What was within 3 % of the fastest on an H200 (docs/grouped_measured.md#in-fp8)."""
+
+
+@pytest.mark.parametrize(("recipe", "groups", "rows", "n", "k"), IN_GROUPS)
+def test_the_choice_in_groups_is_among_the_fastest(recipe, groups, rows, n, k, monkeypatch):
+    monkeypatch.setenv("CUTEGEMM_WINNERS", "off")
+    chosen = heuristics.choose(in_groups(recipe, groups, rows, n, k), H200)
+    assert chosen is not None
+    assert str(chosen[1]).removeprefix("sm90/") in IN_GROUPS[recipe, groups, rows, n, k]
 
 
 @pytest.mark.parametrize("recipe", ["blocks", "rows"])
@@ -227,5 +261,9 @@ def test_promoted_sums_have_the_candidates_of_cells(signature):
     assert any("twin" in text for text, _ in of_cells)
     assert {text for text, _ in named} <= set(hopper_candidates.listed(signature))
     assert all(hopper_candidates.splits(text, signature) for text, split in named if split)
-    in_groups = hopper_candidates.shortlist(replace(signature, work=RAGGED_M), H200, 256, 1024, 16384, 1)
-    assert {text for text, _ in in_groups} <= own, "groups were not timed with them"
+    grouped = replace(signature, work=RAGGED_M)
+    for rows in (64, 128, 256):
+        of_groups = {text for text, _ in hopper_candidates.shortlist(grouped, H200, rows, 1024, 16384, 1)}
+        assert of_groups <= set(byte_candidates._own(grouped)), "groups were not timed with those of cells"
+        assert any("half" in text for text in of_groups) == (rows > 64)
+        assert all("half" in text for text in of_groups) == (rows > 128)

@@ -20,7 +20,7 @@ from cutegemm.problem.program.known import lookup
 from cutegemm.tuner.grouped_bench import DRAWS, MEASURED, GroupedBench, ends_of
 from cutegemm.tuner.timer import TORCH
 from cutegemm.tuner.timing import Timing
-from tuning import grouped, grouped_ways, suites, sweep
+from tuning import grouped, grouped_ways, scaled_ways, suites, sweep
 
 H200 = arch_table.get("H200")
 SMALL = suites.Experts("a small model", 5, 40, 8, 16, "zipf")
@@ -140,15 +140,57 @@ def test_a_call_that_writes_nothing_is_wrong():
 
 def test_scales_of_rows_in_fp8_beside_bf16(monkeypatch):
     monkeypatch.setattr(torch, "_scaled_grouped_mm", fake_grouped_mm)
-    rows = run(grouped_ways.SCALED, {"cutegemm in bf16": 1.4}, "e4m3", aim=1.0)
+    rows = run(scaled_ways.SCALED["rows"], {"cutegemm in bf16": 1.4}, "e4m3", aim=1.0)
     assert [(name, row["verdict"]) for name, row in rows.items()] == [
         ("cutegemm", "ok"), ("torch._scaled_grouped_mm", "ok"), ("cutegemm in bf16", "ok"),
     ]  # fmt: skip
     assert rows["cutegemm"]["ratio"] == 1.4
     assert "aim us" not in rows["cutegemm"]  # they are of bf16
-    text = grouped.summary(list(rows.values()), grouped_ways.SCALED)
+    text = grouped.summary(list(rows.values()), scaled_ways.SCALED["rows"])
     assert "ratio to cutegemm in bf16 1.400" in text
     assert "below 1.5: 5x40x8x16 zipf (a small model) 1.400" in text
+
+
+def fake_deep_gemm(monkeypatch):
+    """DeepGEMM's two functions over groups, as its docstrings say, on the CPU."""
+
+    def scaled(values, scales):
+        return values.float() * scales.repeat_interleave(128, -1)[..., : values.shape[-1]]
+
+    def weights(right):
+        return scaled(right[0], right[1].repeat_interleave(128, 1)[:, : right[0].shape[1]])
+
+    def contiguous(left, right, out, group_of):
+        assert not len(group_of) % 128
+        a, b = scaled(*left), weights(right)
+        for group in group_of.unique().tolist():
+            out[group_of == group] = (a[group_of == group] @ b[group].t()).to(out.dtype)
+
+    def masked(left, right, out, counts, expected):
+        assert expected == 8
+        a, b = scaled(*left), weights(right)
+        for group, count in enumerate(counts.tolist()):
+            out[group, :count] = (a[group, :count] @ b[group].t()).to(out.dtype)
+
+    made = types.ModuleType("deep_gemm")
+    made.get_col_major_tma_aligned_tensor = lambda scales: scales.mT.contiguous().mT
+    made.m_grouped_gemm_fp8_fp8_bf16_nt_contiguous = contiguous
+    made.m_grouped_gemm_fp8_fp8_bf16_nt_masked = masked
+    monkeypatch.setitem(sys.modules, "deep_gemm", made)
+    monkeypatch.setattr(scaled_ways.bench_providers, "installed", lambda name: name == "deep_gemm")
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_scales_of_blocks_beside_deep_gemm(few, monkeypatch):
+    fake_deep_gemm(monkeypatch)
+    monkeypatch.setattr(scaled_ways, "MASKED_ROWS", 64 if few else 1)
+    rows = run(scaled_ways.SCALED["blocks"], {"cutegemm in bf16": 1.6, "deep_gemm": 1.2}, "e4m3")
+    assert [(name, row["verdict"]) for name, row in rows.items()] == [
+        ("cutegemm", "ok"), ("deep_gemm", "ok"), ("cutegemm in bf16", "ok"),
+    ]  # fmt: skip
+    assert (rows["cutegemm"]["ratio"], rows["deep_gemm"]["us"]) == (1.6, 1.2)
+    monkeypatch.undo()
+    assert "deep_gemm" not in run(scaled_ways.SCALED["blocks"], {}, "e4m3")
 
 
 def test_gathered_rows_beside_those_gathered_before():
@@ -180,6 +222,7 @@ def test_gradients_of_weights_beside_a_dense_product(monkeypatch):
         (["--aims", "--only", "Qwen3"], "no entry with an aim has 'Qwen3'"),
         (["--gather", "--weight-gradients"], "not allowed with"),
         (["--dtype", "e4m3", "--gather"], "it is timed without them"),
+        (["--scaling", "blocks"], "--scaling: got blocks with --dtype bf16; scales are of e4m3"),
         (["--quack"], "needs quack-kernels, which is not installed"),
         (["--skew", "zipf"], "--skew: got it without --products"),
         (["--products", "8x8x8"], "--products: got '8x8x8'"),
@@ -207,7 +250,8 @@ def test_what_the_command_times(monkeypatch, capsys):
     monkeypatch.setattr(grouped.timing, "gpu_state", lambda: "a GPU")
     monkeypatch.setattr(grouped, "bench", bench)
     assert grouped.main(["--only", "8 x 1024", "--dtype", "e4m3"]) == 0
-    assert asked == [("8 x 1024", grouped_ways.SCALED)] * 2
+    assert grouped.main(["--only", "8 x 1024", "--dtype", "e4m3", "--scaling", "blocks"]) == 0
+    assert asked == [("8 x 1024", scaled_ways.SCALED[recipe]) for recipe in ("rows", "rows", "blocks", "blocks")]
     del asked[:]
     assert grouped.main(["--aims", "--weight-gradients"]) == 1
     assert [model for model, _ in asked] == ["8 x 1024", "8 x 1024", "32 uneven", "128 uneven", "8 x 64", "64 x 16"]

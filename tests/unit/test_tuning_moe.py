@@ -21,6 +21,17 @@ def test_variants_are_as_close_to_float32_as_torch(how, skew):
     assert moe.check(how, {**steps, "ours": scaled}, given)["ours"].startswith("wrong result: error ")
 
 
+@pytest.mark.parametrize("recipe", ["rows", "blocks"])
+def test_a_mixture_in_fp8_is_judged_by_a_limit_of_its_own(recipe):
+    experts = moe.weights_of(SMALL, "cpu")
+    given = [*moe.inputs_of(SMALL, 32, "uniform", "cpu"), *experts]
+    steps = {blocks.TORCH: moe.grouped_mm, **moe.in_fp8([recipe], *experts)}
+    assert moe.check(moe.forward, steps, given) == {"torch": "ok", f"fp8 {recipe}": "ok"}
+    layer = steps[f"fp8 {recipe}"]
+    steps[f"fp8 {recipe}"] = lambda *given: layer(*given) * 1.2
+    assert moe.check(moe.forward, steps, given)[f"fp8 {recipe}"].startswith("wrong result: error ")
+
+
 def test_a_wrong_gradient_is_named():
     given = [*moe.inputs_of(SMALL, 32, "uniform", "cpu"), *moe.weights_of(SMALL, "cpu")]
     frozen = lambda x, *rest: cutegemm.moe(x, *rest) + 0 * rest[3].sum() + (rest[3] - rest[3].detach()).sum()  # noqa: E731
@@ -46,6 +57,7 @@ def test_the_command_line(capsys):
     for arguments, message in (
         (["--tokens", "x"], "--tokens and --train-tokens: expected numbers"),
         (["--skew", "one"], "--skew: got 'one', accepted are uniform and zipf"),
+        (["--scaling", "channels"], "--scaling: got 'channels', accepted are tensor, rows and blocks"),
         (["--only", "Llama"], "--only: no block has 'Llama' in its name"),
     ):
         with pytest.raises(SystemExit):

@@ -69,8 +69,8 @@ _HALF_IN_GROUPS = (
 )
 """The same for groups of more than `FEW_ROWS` rows."""
 MANY_ROWS = 256
-"""From so many rows of a group on average, rounded up to a power of two, no other tiles are compared with halves, beside
-which an H200 was 1 to 12 % slower with each of them; the model expects up to 10 % more time of halves than they take."""
+"""From so many rows of a group on average, rounded up to a power of two, no other tiles are compared with halves: on an
+H200 each of them took up to 12 % longer, where the model expects as much of both (docs/grouped_measured.md#in-fp8)."""
 FEW_ROWS = 64
 """Of a group on average, rounded up to a power of two: up to here swapped tiles that hold a group were faster on an
 H200 (32 rows in 256 groups of 4096x7168 took 2.1 ms by halves, and 1.9 by tiles of 64 tokens; 64 rows in 128 groups of
@@ -204,7 +204,7 @@ def _is_full(config: HopperConfig, most: int = MOST_OF_TWO) -> bool:
 
 
 def _needs_more_registers(signature: Signature) -> bool:
-    """Whether scales of blocks are of another recipe than 1 x 128 with 128 x 128, or each matrix of a batch has its own."""
+    """Whether scales of blocks are of another recipe than 1 x 128 with 128 x 128, or those of a batch's matrices."""
     scales = signature.epilogue.program.block_scales
     usual, in_batches = {"a": "a1", "b": "b128"}, signature.work == DENSE
     return any((given.batched and in_batches) or given.scales != usual[operand] for operand, given in scales.items())

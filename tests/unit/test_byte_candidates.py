@@ -174,7 +174,7 @@ def in_groups(recipe: str, groups: int, rows: int, n: int, k: int) -> Problem:
     return Problem.of(rows, n, k, "e4m3", batch=groups, out_dtype="bf16", epilogue=epilogue, work=RAGGED_M)
 
 
-_HALF, _STREAMED = (f"128x256x128/coop2/c1x2/s4/{order}/pdl/half" for order in ("serp8/zig", "serp16/zig/streamk"))
+_HALF, _STREAMED = (f"128x256x128/coop2/c1x2/s4/{order}/pdl/half" for order in ("serp16/zig", "serp16/zig/streamk"))
 IN_GROUPS = {
     ("blocks", 8, 32768, 7168, 2048): (_HALF, _STREAMED),
     ("rows", 8, 32768, 7168, 2048): (_HALF, _STREAMED),

@@ -63,7 +63,7 @@ _HALF = (
 )
 """For large dense products whose sums are promoted."""
 _HALF_IN_GROUPS = (
-    "sm90/128x256x128/coop2/c1x2/s4/serp8/zig/pdl/half",
+    "sm90/128x256x128/coop2/c1x2/s4/serp16/zig/pdl/half",
     "sm90/128x256x128/coop2/c1x2/s4/serp16/zig/streamk/pdl/half",
     "sm90/128x256x128/coop2/c1x1/s4/serp8/zig/pdl/half",
 )

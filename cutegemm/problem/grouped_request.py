@@ -302,8 +302,9 @@ def describe(
         seen = request.matrix_of(a, a.shape[-2], sizes.k), request.matrix_of(b, sizes.k, sizes.n)
         matrix_a, matrix_b = packing.operands(a, b, *seen, copies)
     else:
+        on_cores = (dtype, precision) == ("fp32", "ieee")
         matrix_a, matrix_b = (
-            packing.divided(name, tensor, request.matrix_of(tensor, rows, cols), copies, sizes.work)
+            packing.divided(name, tensor, request.matrix_of(tensor, rows, cols), copies, sizes.work, on_cores)
             if sizes.work == RAGGED_K or name == WORKS[sizes.work].divided
             else request.operand_of(name, tensor, rows, cols, copies)
             for name, tensor, rows, cols in (("a", a, a.shape[-2], sizes.k), ("b", b, sizes.k, sizes.n))

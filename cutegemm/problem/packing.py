@@ -71,9 +71,11 @@ def pitch_of(k: int, itemsize: int) -> int:
     return -(-max(k, 1) // step) * step
 
 
-def divided(name: str, tensor: torch.Tensor, matrix: Matrix, copies: list[tuple[str, str]], work: str) -> Matrix:
+def divided(
+    name: str, tensor: torch.Tensor, matrix: Matrix, copies: list[tuple[str, str]], work: str, whole: bool = False
+) -> Matrix:
     """How kernels see operand "a" or "b" of more than a byte in a work of groups; names in `copies` what must be packed
-    for that. `matrix` is how it lies.
+    for that. `matrix` is how it lies. whole: they load whole vectors, which may not end behind a row.
     """
     turned = (name == "a") == (work == RAGGED_K)  # its rows in memory are the columns of `matrix`
     seen = matrix.transposed() if turned else matrix
@@ -85,7 +87,7 @@ def divided(name: str, tensor: torch.Tensor, matrix: Matrix, copies: list[tuple[
     why = f"strides {tuple(tensor.stride())}: groups begin anywhere, loads at multiples of 16 bytes of contiguous rows"
     copies.append((name, why))
     found = _rows(tensor, seen.rows, seen.cols)
-    if work == RAGGED_K:  # kernels that load whole vectors may not read what pads its rows
+    if work == RAGGED_K or whole:  # what pads its rows is not read
         align = alignment(0, tensor.element_size(), seen.cols)
         found = found._replace(align=align, begins=STEP if align < STEP else 0)
     return found.transposed() if turned else found

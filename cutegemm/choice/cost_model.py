@@ -160,8 +160,9 @@ class Model:
         # Of the CTAs that share loads, each byte once.
         from_l2 = (rows_a + rows_b) * f.bk * size
         lines_of_l2 = (rows_a * f.narrow[0] + rows_b * f.narrow[1]) * f.bk * size
-        self._multiply = multiply = flops / (arch.peak(signature.unit) * 1e12 / arch.sm_count * r.math)
-        self._smem = smem = (f.smem_step + stage * f.copies + f.turned * r.turned + f.deep * r.deep) / (r.smem * clock)
+        self._multiply = multiply = f.slower * flops / (arch.peak(signature.unit) * 1e12 / arch.sm_count * r.math)
+        read_bytes = f.smem_step + stage * f.copies + f.turned * r.turned + f.deep * r.deep
+        self._smem = smem = f.slower * read_bytes / (r.smem * clock)
         port = (f.bm * f.narrow[0] + f.bn * f.narrow[1]) * f.bk * size / (r.port * clock)
         self._port, self._busiest, self._busy = port, max(multiply, smem), multiply + smem
         self._load_chip = f.parts * lines_of_l2 / (r.l2 * clock * arch.sm_count)

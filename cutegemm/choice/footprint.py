@@ -59,6 +59,7 @@ class Footprint:
     program: cycles that a custom program takes an SM for a tile; see `program_cost`.
     promoted: sums that a k step adds into registers by the CUDA cores (promoted accumulation), and exposed: the part of
     them under which no tensor core multiplies. scaled: they are scaled too, by scales of blocks of K.
+    slower: how much longer it multiplies, and reads shared memory, than the model works out of all this.
     """
 
     family: CostFamily
@@ -96,6 +97,7 @@ class Footprint:
     promoted: float = 0.0
     exposed: float = 0.0
     scaled: bool = False
+    slower: float = 1.0
 
     @property
     def cluster_tile(self) -> tuple[int, int]:

@@ -323,8 +323,11 @@ class Problem:
 
     @property
     def evened(self) -> tuple[int, int, int, int]:
-        """(m, n, k, batch) of the dense problem with as much to do, which is how the cost model sees it."""
-        return WORKS[self.work].evened(self.m, self.n, self.k, self.batch)
+        """(m, n, k, batch) of the dense problem with as much to do, which is how the cost model sees it. CUDA cores
+        multiply for longer than weights are read, whatever the sizes of groups.
+        """
+        on_cores = (self.dtype, self.precision) == ("fp32", "ieee")
+        return WORKS[self.work].evened(self.m, self.n, self.k, self.batch, skewed=not on_cores)
 
     @property
     def is_empty(self) -> bool:

@@ -66,10 +66,10 @@ class Work:
         """2 M N K of all products."""
         return 2 * m * n * k * (batch if self.ragged is None else 1)
 
-    def evened(self, m: int, n: int, k: int, batch: int) -> tuple[int, int, int, int]:
+    def evened(self, m: int, n: int, k: int, batch: int, skewed: bool = True) -> tuple[int, int, int, int]:
         """(m, n, k, batch) of the dense work that the cost model judges by: every product has its share of the ragged
-        extent, of which at most so many products have any. Sizes are skewed in practice: a small share of rows or
-        columns counts twice, or a tile that fits it would be too small for many groups and read their weights often.
+        extent, of which at most so many products have any. skewed: sizes are so in practice, and a small share of rows
+        or columns counts twice, or a tile that fits it would be too small for many groups and read their weights often.
         """
         if self.ragged is None:
             return m, n, k, batch
@@ -77,7 +77,7 @@ class Work:
         extent = each[self.ragged]
         batch = max(min(batch, extent), 1) if self.ragged != "k" else max(batch, 1)
         share = -(-extent // batch)
-        if self.ragged != "k" and share <= SMALL_SHARE:
+        if skewed and self.ragged != "k" and share <= SMALL_SHARE:
             share = min(SKEW * share, extent)
         each[self.ragged] = share
         return each["m"], each["n"], each["k"], batch

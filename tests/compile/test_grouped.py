@@ -168,6 +168,21 @@ def test_what_the_heuristic_takes_for_scaled_groups_spills_nothing(work, dtype, 
     assert any(name.startswith("IGMMA" if dtype == "int8" else "QGMMA") for name in opcodes(kernel.cubin))
 
 
+@pytest.mark.parametrize("config", ["simt/64x128x16/w32x64/s3/g8/r3", "simt/32x32x64/w32x32/s3/g8/x4"])
+def test_groups_on_cuda_cores_load_as_dense_products_do(config):
+    """A vector never ends behind a row, so that no load is cut. What they load besides is where their group ends."""
+    counts = []
+    for work in ("dense", "ragged_m"):
+        problem = Problem.of(4096, 4096, 4096, "fp32", batch=8, work=work)
+        names = opcodes(CUTE.build(problem.signature, CUTE.parse(config), HOPPER).cubin)
+        counts.append(
+            [sum(count for name, count in names.items() if name.startswith(kind)) for kind in ("LDG", "LDGSTS")]
+        )
+    (dense, copied), (grouped, also_copied) = counts
+    assert also_copied == copied
+    assert dense <= grouped <= dense + 16
+
+
 @pytest.mark.parametrize(
     ("config", "work"),
     [

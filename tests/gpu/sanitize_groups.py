@@ -5,8 +5,8 @@
 
 (and racecheck, synccheck). The first command compiles in parallel what the second would compile one after the other; it
 needs no GPU. Every result is checked. Of each work: mma.sync, CUDA cores, and Hopper's kernel, with a matrix operand,
-with a sum and without. Besides: the sort of a mixture's slots, its tokens' rows copied to their places, gathered and
-added up.
+with a sum and without; in fp8 also by halves of tiles, with scales of blocks of gate and up. Besides: the sort of a
+mixture's slots, its tokens' rows copied to their places, also quantized, gathered and added up.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from cutegemm import backend, ops
 from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import grouped_request
-from cutegemm.problem.work import MASKED, RAGGED_K, RAGGED_N
-from cutegemm.pytorch import combining
+from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, SCATTERED
+from cutegemm.pytorch import combining, quantize_spread
 from cutegemm.run import combining as by_kernel
 from cutegemm.run import routing
 from tests.gpu import sanitize
@@ -45,6 +45,8 @@ CONFIGS = {
     "e4m3": ("sm90/128x64x128/coop2/c1x1/s3/serp2/pdl",),
     "int8": ("sm80/64x64x64/w32x32/s3/g4", "sm90/64x64x128/pp/c1x2/s3/serp2/pdl"),
 }
+HALVES = ("sm90/128x256x128/coop2/c1x1/s3/serp2/zig/pdl/half", "sm90/128x192x128/coop2/c2x1/s3/serp2/half")
+"""Run with scales of blocks and gate and up of 128 columns each."""
 KINDS = ("sum", "operand", "plain")
 SIZES = (5, 0, 37, 1, 140)
 EXTENTS = ((136, 72, 200), (67, 45, 131))
@@ -62,6 +64,13 @@ def cases(device: str) -> Iterator[tuple[GroupCase, str]]:
             case = _case(work, dtype, m, n, k, KINDS[(place + other + (n % 8 > 0)) % len(KINDS)], number, device)
             if cute.check(cute.parse(config), _problem(case), card) is None:
                 yield case, config
+    for config, work in product(HALVES, (RAGGED_M, GATHERED, SCATTERED, MASKED)):
+        number += 1
+        recipes = ("blocks", "blocks128")
+        case = GroupCase.random(work, SIZES, 200, 256, 400, "e4m3", seed=number, tail=1, device=device, recipes=recipes)
+        case.epilogue = ops.swiglu
+        if cute.check(cute.parse(config), _problem(case), card) is None:
+            yield case, config
 
 
 def _case(work: str, dtype: str, m: int, n: int, k: int, kind: str, number: int, device: str) -> GroupCase:
@@ -106,6 +115,10 @@ def mixtures(device: str) -> Iterator[Callable[[], None]]:
                 torch.testing.assert_close(combining.combine(*given, "cute"), combining.by_torch(*given))
                 given = torch.randn(len(experts), parts.shape[1]).to(parts), found.rows, found.row_of, top_k
                 assert torch.equal(combining.spread(*given, "cute"), combining.spread(*given, "torch"))
+                for scaling in ("rows", "blocks"):
+                    to = given[0], found.rows, found.row_of, top_k, torch.int8, scaling
+                    mine, theirs = (quantize_spread.quantized(*to, backend) for backend in ("cute", "torch"))
+                    assert all(torch.equal(*each) for each in zip(mine, theirs, strict=True))
                 index = found.rows - 1  # -1 is no row
                 want = torch.where(index[:, None] < 0, 0, parts[index.clamp(min=0).long()])
                 assert torch.equal(by_kernel.in_order(parts, index), want)

@@ -82,3 +82,25 @@ def test_a_fitted_tile_counts_less_beyond_a_groups_rows():
         for option in ("", "/fit")
     )
     assert fitted.rounds < 0.85 * plain.rounds
+
+
+CORES = {
+    (8, 8192, 4096, 4096): ("128x128x8/w64x64/s4/g8", "128x256x16/w64x64/s3/g8"),
+    (8, 2048, 4096, 4096): ("64x128x16/w32x64/s3/g8/r3",),
+    (32, 8192, 2048, 2048): ("128x256x16/w64x64/s3/g8", "64x128x16/w32x64/s3/g8/r3", "128x128x8/w64x64/s4/g8"),
+    (128, 8192, 768, 2048): ("64x128x16/w32x64/s3/g8/r3",),
+    (32, 2048, 2880, 2880): (
+        "16x32x32/w16x32/s4/g8/x4", "64x128x16/w32x64/s3/g8/r3", "32x32x64/w32x32/s3/g8/x4", "32x64x32/w32x32/s2/g8/x2",
+    ),
+    (8, 256, 4096, 4096): (
+        "32x32x64/w32x32/s3/g8/x4", "16x32x32/w16x32/s4/g8/x4", "32x64x32/w32x32/s2/g8/x2",
+    ),
+}  # fmt: skip
+"""The tiles of CUDA cores within 4 % of the fastest for such groups of uniform sizes on an H200."""
+
+
+@pytest.mark.parametrize(("groups", "rows", "n", "k"), CORES)
+def test_groups_on_cuda_cores(groups, rows, n, k):
+    """docs/grouped.md#older-gpus-and-odd-extents"""
+    found = config(Problem.of(rows, n, k, "fp32", batch=groups, work="ragged_m"))
+    assert str(found).removeprefix("simt/") in CORES[groups, rows, n, k]

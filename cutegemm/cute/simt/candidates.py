@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cutegemm.cute.simt.config import SimtConfig
 from cutegemm.cute.simt.registers import is_narrow
-from cutegemm.problem.work import DENSE
+from cutegemm.problem.work import DENSE, MASKED, ROWS
 
 if TYPE_CHECKING:
     from cutegemm.problem import Signature
@@ -102,9 +102,19 @@ _SPILLS_SPLIT_NARROW = {
 }
 """Further ones where, besides, rows of A or B are not aligned to 16 bytes."""
 
-_SPILLS_IN_GROUPS = {"simt/32x128x16/w32x64/s2/g8/r6": ("tn",)}
-"""Majors with which this kernel keeps 8 registers in local memory where a CTA has to find its group. An H200 took
-1,591 us with it for 32 groups, 2048 rows, N = K = 2880, and 1,276 with `64x64x16/w32x64/s2/g8/r6`."""
+_IN_GROUPS = (
+    "simt/128x256x16/w64x64/s3/g8",
+    "simt/128x128x8/w64x64/s4/g8",
+    "simt/64x128x16/w32x64/s3/g8/r3",
+    "simt/64x128x8/w32x64/s3/g8/r3",
+    "simt/64x64x16/w32x64/s2/g8/r6",
+    "simt/64x32x32/w32x32/s4/g8/x2",
+    "simt/32x64x32/w32x32/s2/g8/x2",
+    "simt/32x32x64/w32x32/s3/g8/x4",
+    "simt/16x32x32/w16x32/s4/g8/x4",
+)
+"""Of groups of rows. An H200 was never faster with another one in eleven such products, and the factors of `footprint`
+were read off these."""
 
 _UNSPLIT = ("simt/128x64x8/w64x64/s2/g8",)
 """Never split: `SimtConfig.why_invalid` refuses it. The same tile with a stage more may be split."""
@@ -117,12 +127,17 @@ adds up what the others left: with 44 parts an H200 took 122 us for 944x48x23056
 
 def listed(signature: Signature) -> tuple[str, ...]:
     """The candidates for a signature that the family takes."""
-    tables = (_SPILLS,) if signature.work == DENSE else (_SPILLS, _SPILLS_IN_GROUPS)
-    found = tuple(text for text in _FP32 if all(signature.majors not in table.get(text, ()) for table in tables))
+    if signature.work in (*ROWS, MASKED):
+        return tuple(text for text in _IN_GROUPS if not (is_narrow(signature) and _spills_narrow(text, signature)))
+    found = tuple(text for text in _FP32 if signature.majors not in _SPILLS.get(text, ()))
     if is_narrow(signature):
-        found = tuple(text for text in found if signature.majors not in _NOT_NARROW.get(text, ()))
+        found = tuple(text for text in found if not _spills_narrow(text, signature))
         found += _NARROW_TN if signature.majors == "tn" else ()
     return found
+
+
+def _spills_narrow(text: str, signature: Signature) -> bool:
+    return signature.majors in _NOT_NARROW.get(text, ())
 
 
 def splits(text: str, signature: Signature) -> tuple[int, ...]:

@@ -76,7 +76,7 @@ class SimtGemm(Gemm):
     def _operand(self, name: str, k_major: bool, extent: int, align: int, halves: int = 0) -> TileLoader:
         loader = loader_of(name, self.signature.work, transposes=k_major)
         given = (self.ab_type, extent, self.config.bk, k_major, align, self.config.threads)
-        return loader(*given, halves=halves, thin_by_l1=True, work=self.signature.work)
+        return loader(*given, halves=halves, thin_by_l1=True)  # no vector ends behind a row, in groups neither
 
     @cute.jit
     def compute_tile(self, a, b, lda, ldb, m, n, k, row, column):

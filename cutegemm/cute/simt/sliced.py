@@ -163,7 +163,7 @@ class SlicedSimtGemm(Gemm):
     def _operand(self, name: str, k_major: bool, extent: int, align: int, halves: int = 0) -> TileLoader:
         config, swizzle = self.config, swizzle_of(extent) if k_major else None
         given = self.ab_type, extent, config.bk, k_major, align, config.threads, swizzle, halves
-        return loader_of(name, self.signature.work)(*given, work=self.signature.work)
+        return loader_of(name, self.signature.work)(*given)
 
     @cute.jit
     def _place(self, block, tiles_m, tiles_n):

@@ -44,7 +44,7 @@ class TileLoader:
             CTAs read the same of it, and would wait for one another at the few slices of the L2 that hold it (28 us
             became 16 on an H200 at 27296x16x184 with both row-major; through L1 always, larger products took 1 to 4 %
             longer).
-        work: that of the signature. In groups K may end within a vector.
+        work: that of the signature, where in groups K may end within a vector. Of CUDA-core kernels it may not.
         zeros: of an operand that lies across K, lanes beyond its edge copy zeros. The lanes of a warp share a row there
             and would read its last vector together: an H200 took 47 us for 518x2944x520 in copies of 4 bytes, because
             writing one word to many places takes them one by one. It takes a register.
@@ -238,7 +238,7 @@ class TransposingLoader(TileLoader):
         for p in range(self.passes):
             source = (tile + self._source_offset(p)).toint()
             loaded = cute.arch.inline_ptx(
-                (_cut_load_instruction if self.ends_anywhere else _load_instruction)(self.vector),
+                _load_instruction(self.vector),
                 write_only_types=[Float32] * self.vector,
                 read_only_args=[source, self._left(k_tile, p)],
             )
@@ -389,20 +389,3 @@ def _load_instruction(vector: int) -> str:
     zeros = " ".join(f"mov.f32 {output}, 0f00000000;" for output in outputs)
     kind = f"v{vector}.f32 {{{', '.join(outputs)}}}" if vector > 1 else f"f32 {outputs[0]}"
     return f"{{ .reg .pred valid; setp.gt.s32 valid, {{$r1}}, 0; {zeros} @valid ld.global.{kind}, [{{$r0}}]; }}"
-
-
-def _cut_load_instruction(vector: int) -> str:
-    """The same where K may end within a vector: it reads nothing behind the end of K, and gives zeros for it."""
-    if vector == 1:
-        return _load_instruction(vector)
-    outputs = [f"{{$w{i}}}" for i in range(vector)]
-    zeros = " ".join(f"mov.f32 {output}, 0f00000000;" for output in outputs)
-    some = " ".join(
-        f"setp.gt.s32 one, part, {i}; @one ld.global.f32 {output}, [{{$r0}} + {4 * i}];"
-        for i, output in enumerate(outputs)
-    )
-    return (
-        f"{{ .reg .pred full, one; .reg .s32 part; setp.ge.s32 full, {{$r1}}, {vector}; "
-        f"selp.s32 part, 0, {{$r1}}, full; {zeros} "
-        f"@full ld.global.v{vector}.f32 {{{', '.join(outputs)}}}, [{{$r0}}]; {some} }}"
-    )

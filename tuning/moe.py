@@ -209,10 +209,14 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; returns 0 when every variant was right."""
     made = cli.parser("moe", (__doc__ or "").split(":")[0] + ".")
     made.add_argument("--tokens", default=TOKENS, help=f"forward, comma-separated (default {TOKENS})")
-    made.add_argument("--train-tokens", default="4096", help="training steps, comma-separated (default 4096)")
+    made.add_argument(
+        "--train-tokens", default="4096", help="training steps, without --scaling, comma-separated (default 4096)"
+    )
     made.add_argument("--skew", default="uniform,zipf", help="how experts are drawn (default uniform,zipf)")
     made.add_argument("--only", help="blocks whose name has this in it, such as 'Qwen3'")
-    made.add_argument("--scaling", help="also in fp8, forward alone, with scales of rows, blocks, comma-separated")
+    made.add_argument(
+        "--scaling", help="also in fp8, forward alone, with scales of tensor, rows, blocks, comma-separated"
+    )
     made.add_argument("--rounds", type=cli.count, default=9, help="measured rounds (default 9)")
     options = made.parse_args(arguments)
     try:

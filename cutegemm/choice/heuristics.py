@@ -18,6 +18,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from cutegemm import backend as backends
@@ -221,12 +222,20 @@ class Candidates:
         if chosen is None:
             return None
         if self.backend.check(chosen, problem, self._arch) is not None:
-            return next(self.ascending(problem, split=False), None)
+            return next(chain(self._shortlisted(problem), self.ascending(problem, split=False)), None)
         return seconds, chosen, why
+
+    def _shortlisted(self, problem: Problem) -> Iterator[tuple[float, Any, str]]:
+        """As `ascending`, of those that are compared for about these sizes, without K split."""
+        sizes = problem.evened
+        entries = self._shortlist(_bucket(*sizes))[0]
+        for seconds, number in sorted((cost.seconds(*sizes), number) for number, (cost, _) in enumerate(entries)):
+            if self.backend.check(entries[number][1], problem, self._arch) is None:
+                yield seconds, entries[number][1], ""
 
     def _modelled(self, m: int, n: int, k: int, batch: int) -> tuple[float, Any]:
         """(seconds, configuration) of what the model likes best; (inf, None) without candidates."""
-        bucket = (m - 1).bit_length(), (n - 1).bit_length(), (k - 1).bit_length(), (batch - 1).bit_length()
+        bucket = _bucket(m, n, k, batch)
         entries, group, splits = self._shortlists.get(bucket) or self._shortlist(bucket)
         found = group.cheapest(m, n, k, batch, CLOSE)
         if found is not None:
@@ -332,6 +341,11 @@ class SplitCandidates:
             invalid = config.why_invalid(self._signature, self._arch) is not None
             self._made[number] = None if invalid else (self.whole.divided(number), config)
         return self._made[number]
+
+
+def _bucket(m: int, n: int, k: int, batch: int) -> tuple[int, int, int, int]:
+    """log2 of the sizes, rounded up."""
+    return (m - 1).bit_length(), (n - 1).bit_length(), (k - 1).bit_length(), (batch - 1).bit_length()
 
 
 Shortlist = tuple[list[tuple[Model, Any]], Group, list[SplitCandidates]]

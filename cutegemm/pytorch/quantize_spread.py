@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import torch
 
+from cutegemm import backend as backends
 from cutegemm.problem import quantization_request
 from cutegemm.problem.packing import as_bits
 from cutegemm.problem.quantization import PITCH, Group, new_values
 from cutegemm.pytorch import combining
+from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.pytorch.registering import define
 
 
@@ -26,7 +28,7 @@ def quantized(
         x: (tokens, K), fp16, bf16 or fp32. token_of: of each place its token, int32. row_of: of each slot = token *
             top_k + choice its place, int32. dtype, scaling, backend: as of `quantize`.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() or is_beyond_autograd(x, token_of, row_of):
         made: tuple[torch.Tensor, torch.Tensor] = torch.ops.cutegemm.quantize_spread(
             x, token_of, row_of, top_k, dtype, scaling, backend
         )
@@ -69,37 +71,40 @@ def _results(x: torch.Tensor, slots: int, dtype: torch.dtype, group: Group) -> t
 
 def _copied(rows: torch.Tensor, token_of: torch.Tensor, by_kernel: bool) -> torch.Tensor:
     """The values of each place's token, as `new_values` lays them out."""
-    if by_kernel:
+    if by_kernel and rows.shape[1]:
         from cutegemm.run.combining import in_order
 
         return in_order(rows, token_of)
+    if rows.shape[1] == 0:
+        return new_values((len(token_of), 0), False, rows.dtype, rows.device)
     made = as_bits(rows).index_select(0, token_of)
     if rows.shape[1] % PITCH:
         made = torch.nn.functional.pad(made, (0, -rows.shape[1] % PITCH))[:, : rows.shape[1]]
     return made.view(rows.dtype)
 
 
-def _check(x, token_of, row_of, top_k) -> None:
+def _check(x, token_of, row_of, top_k, backend) -> None:
     """Raises ValueError naming the argument, what was given and what is accepted."""
+    backends.check_name(backend)
     if x.dim() != 2:
         raise ValueError(f"x: got shape {tuple(x.shape)}, expected (tokens, K)")
     combining.check_places(x, token_of, row_of, top_k)
 
 
 def _compute(x, token_of, row_of, top_k, dtype, scaling, backend="auto"):
-    _check(x, token_of, row_of, top_k)
+    _check(x, token_of, row_of, top_k, backend)
     return quantized(x, token_of, row_of, top_k, dtype, scaling, backend)
 
 
 def _fake(x, token_of, row_of, top_k, dtype, scaling, backend="auto"):
-    _check(x, token_of, row_of, top_k)
+    _check(x, token_of, row_of, top_k, backend)
     group = _described(x, dtype, scaling).group
     assert group is not None
     return _results(x, x.shape[0] * top_k, dtype, group)
 
 
 define(
-    "quantize_spread(Tensor x, Tensor token_of, Tensor row_of, int top_k, ScalarType dtype, str scaling, "
+    "quantize_spread(Tensor x, Tensor token_of, Tensor row_of, SymInt top_k, ScalarType dtype, str scaling, "
     "str backend='auto') -> (Tensor, Tensor)",
     _compute, _fake,
 )  # fmt: skip

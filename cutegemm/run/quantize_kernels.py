@@ -217,7 +217,7 @@ def _kernel(signature: Signature, tile: Tile, arch: Arch, device: torch.device) 
         if device.type != "cpu" and torch.cuda.is_current_stream_capturing():
             raise GemmError(
                 f"this call's kernel ({tile}) is not loaded yet, and loading it would break the CUDA graph capture "
-                "under way; call cutegemm.quantize once with tensors of the same description before capturing"
+                "under way; make the same call once, with tensors of the same description, before capturing"
             )
         kernel = build(signature, tile, arch)
         _kernels.put(key, kernel)

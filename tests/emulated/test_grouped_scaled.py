@@ -10,7 +10,9 @@ import torch
 import cutegemm
 from cutegemm import ops
 from cutegemm.errors import UnsupportedError
+from cutegemm.problem import packing
 from cutegemm.problem.work import DENSE, GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, SCATTERED
+from cutegemm.run import combining
 from tests.groups import SKEWS, GroupCase, sizes_of
 
 pytest.importorskip("llvmlite")
@@ -150,6 +152,17 @@ def check_dense(n: int, config: str, seed: int) -> None:
         backend="cute",
     )  # fmt: skip
     torch.testing.assert_close(got.double(), torch.nn.functional.silu(gate) * up, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("recipes", [("blocks", "blocks128"), ("rows", "rows"), ("tensor", "tensor")])
+def test_rows_that_are_copied_in_front_bring_their_scales(recipes, seed, monkeypatch):
+    monkeypatch.setattr(packing, "GATHERED_ROWS", 2)
+    monkeypatch.setattr(packing, "GATHERED_COLUMNS", 16)
+    case = GroupCase.random(GATHERED, [20, 0, 30], 0, 72, 143, "e4m3", seed=seed, recipes=recipes)
+    launched, in_order = [], combining.in_order
+    monkeypatch.setattr(combining, "in_order", lambda *given: launched.append(given) or in_order(*given))
+    case.run(backend="cute")
+    assert launched
 
 
 def test_halves_of_a_tile_refuse_gate_and_up_that_share_a_block(seed):

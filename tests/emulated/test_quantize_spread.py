@@ -60,6 +60,16 @@ def test_every_place_has_the_bits_of_its_token(dtype, to, scaling, k, top_k, mon
     assert launched == ([top_k] if scaling != "tensor" and top_k <= MOST_PLACES else [])
 
 
+def test_one_place_is_no_plain_quantization(seed):
+    """The same extents and strides, another kernel."""
+    x, token_of, row_of = drawn(9, 1, 272, torch.bfloat16, seed)
+    values, scales = quantize(x, torch.int8, "rows", backend="cute")
+    found, of_found = quantize_spread.quantized(x, token_of, row_of, 1, torch.int8, "rows", "cute")
+    assert torch.equal(found, values[token_of.long()])
+    assert torch.equal(of_found, scales[token_of.long()])
+    assert torch.equal(quantize(x, torch.int8, "rows", backend="cute")[0], values)
+
+
 @pytest.mark.parametrize("scaling", ["rows", "blocks"])
 def test_a_place_that_there_is_not_is_nobodys(scaling, seed):
     """The emulator would tell of a store beyond the end."""
@@ -100,3 +110,6 @@ def test_the_operator_is_known_to_torch(scaling, seed):
         operator(x.view(5, 2, 20), token_of, row_of, 2, torch.int8, scaling)
     with pytest.raises(ValueError, match=r"row_of: got torch\.int64 of shape"):
         operator(x, token_of, row_of.long(), 2, torch.int8, scaling)
+    with pytest.raises(ValueError, match="backend: got 'bogus'"):
+        operator(x, token_of, row_of, 2, torch.int8, scaling, "bogus")
+    torch.library.opcheck(operator, (x[:, :0], token_of, row_of, 2, torch.int8, scaling))

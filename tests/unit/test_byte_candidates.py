@@ -200,6 +200,23 @@ def test_the_choice_in_groups_is_among_the_fastest(recipe, groups, rows, n, k, m
     assert str(chosen[1]).removeprefix("sm90/") in IN_GROUPS[recipe, groups, rows, n, k]
 
 
+@pytest.mark.parametrize("work", ["dense", RAGGED_M, MASKED])
+def test_where_gate_and_up_share_a_block_others_that_are_compared_are_chosen(work, monkeypatch):
+    """128 divides no half of 2800 columns. Tiles that are slow with scales of blocks are not taken instead."""
+    monkeypatch.setenv("CUTEGEMM_WINNERS", "off")
+    given = scaling.of_blocks("e4m3", "bf16", work).text.partition("(acc, ")[2].partition(")")[0]
+    text = f"def epilogue(gate: halves[0], up: halves[1], {given}) -> bf16: return silu(gate) * up"
+    for columns, halves in ((2800, False), (4096, True)):
+        problem = Problem.of(
+            16384, columns, 7168, "e4m3", batch=1 if work == "dense" else 8, work=work, out_dtype="bf16",
+            epilogue=Epilogue(custom=simplified(parse(text))),
+        )  # fmt: skip
+        chosen = heuristics.choose(problem, H200)
+        assert chosen is not None
+        assert ("half" in chosen[1].options) is halves
+        assert str(chosen[1]) not in byte_candidates._poor_with_blocks(problem.signature)
+
+
 @pytest.mark.parametrize("recipe", ["blocks", "rows"])
 def test_the_tuner_tries_halves(recipe):
     tried = {str(c) for c in CUTE.configs(scaled_problem(recipe, 4096, 4096, 4096), H200)}

@@ -139,7 +139,7 @@ def shortlist(signature: Signature, cell: Iterable[tuple[str, bool]], m: int, k:
     """Of those listed the ones to compare for about m rows a product and sums over about k, and whether with K split:
     all of the above, and those of a cell of `shortlists`, which names them as of 16 bits."""
     halves = [(text, False) for text in _own(signature) if text in _HALF_IN_GROUPS]
-    if halves and m >= MANY_ROWS:
+    if halves and m >= MANY_ROWS and not _may_refuse_halves(signature):
         return halves
     few = signature.work != DENSE and m <= FEW_ROWS
     found = [(text, False) for text in _own(signature) if not (few and text in _HALF_IN_GROUPS)]
@@ -149,6 +149,11 @@ def shortlist(signature: Signature, cell: Iterable[tuple[str, bool]], m: int, k:
     is_plain = signature.work == DENSE and not signature.epilogue.gating
     poor = frozenset() if k <= SHORT_SUM and is_plain else _poor_with_blocks(signature)
     return [each for each in dict.fromkeys(found) if each[0] not in poor]
+
+
+def _may_refuse_halves(signature: Signature) -> bool:
+    """Whether sizes decide if a product takes halves (`promotion.why_refused`): then others are compared too."""
+    return signature.epilogue.gating == "halves" and "b" in signature.epilogue.program.block_scales
 
 
 @functools.lru_cache(maxsize=64)

@@ -121,7 +121,7 @@ def test_groups_within_contiguous_rows(work, majors, config, seed):
 
 def test_a_box_begins_at_16_bytes(monkeypatch):
     """An H200 stopped with an illegal instruction where groups divided an M-major A that was not copied."""
-    monkeypatch.setattr(packing, "divided", lambda name, tensor, matrix, copies, work: matrix)
+    monkeypatch.setattr(packing, "divided", lambda name, tensor, matrix, *rest: matrix)
     monkeypatch.setattr(cute, "_division_refused", lambda signature: None)
     case = GroupCase.random(RAGGED_M, [8, 9], 0, 72, 40, majors="nt", tail=7)
     case.run(backend="cute", config="sm90/64x16x64/coop1/c1x1/s2/row")

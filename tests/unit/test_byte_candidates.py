@@ -167,11 +167,11 @@ def test_which_products_have_candidates_of_halves():
             assert any("half" in text for text in byte_candidates.listed(signature)) == expected
 
 
-def in_groups(recipe: str, groups: int, rows: int, n: int, k: int) -> Problem:
+def in_groups(recipe: str, groups: int, rows: int, n: int, k: int, work: str = RAGGED_M) -> Problem:
     """A product in groups of rows, as the heuristic sees one with scales of that recipe."""
-    custom = scaling.of_blocks("e4m3", "bf16", RAGGED_M) if recipe == "blocks" else None
+    custom = scaling.of_blocks("e4m3", "bf16", work) if recipe == "blocks" else None
     epilogue = Epilogue() if custom is None else Epilogue(custom=custom)
-    return Problem.of(rows, n, k, "e4m3", batch=groups, out_dtype="bf16", epilogue=epilogue, work=RAGGED_M)
+    return Problem.of(rows, n, k, "e4m3", batch=groups, out_dtype="bf16", epilogue=epilogue, work=work)
 
 
 _HALF, _STREAMED = (f"128x256x128/coop2/c1x2/s4/{order}/pdl/half" for order in ("serp16/zig", "serp16/zig/streamk"))
@@ -183,6 +183,7 @@ IN_GROUPS = {
     ("blocks", 128, 65536, 2048, 768): (_HALF,),
     ("blocks", 32, 4096, 4096, 7168): (_HALF,),
     ("blocks", 256, 32768, 7168, 2048): (_HALF,),
+    ("rows", 256, 32768, 7168, 2048): (_HALF,),
     ("blocks", 128, 8192, 1536, 2048): ("256x96x128/coop2/c2x1/s4/serp8/swap/pdl",),
     ("rows", 128, 8192, 1536, 2048): ("256x96x128/coop2/c2x1/s4/serp8/swap/pdl",),
     ("blocks", 8, 128, 28672, 4096): ("256x32x128/coop2/c2x1/s5/serp8/swap/pdl/twin",),
@@ -198,6 +199,18 @@ def test_the_choice_in_groups_is_among_the_fastest(recipe, groups, rows, n, k, m
     chosen = heuristics.choose(in_groups(recipe, groups, rows, n, k), H200)
     assert chosen is not None
     assert str(chosen[1]).removeprefix("sm90/") in IN_GROUPS[recipe, groups, rows, n, k]
+
+
+@pytest.mark.parametrize("recipe", ["rows", "blocks"])
+def test_gathered_rows_take_tiles_whose_clusters_share_none_of_them(recipe, monkeypatch):
+    monkeypatch.setenv("CUTEGEMM_WINNERS", "off")
+    for rows, tile in (
+        (8192, "256x96x128/coop2/c1x1/s4/serp8/swap/pdl"),
+        (32768, "128x256x128/coop2/c1x1/s4/serp8/zig/pdl/half"),
+    ):
+        chosen = heuristics.choose(in_groups(recipe, 128, rows, 1536, 2048, GATHERED), H200)
+        assert chosen is not None
+        assert str(chosen[1]) == f"sm90/{tile}"
 
 
 @pytest.mark.parametrize("work", ["dense", RAGGED_M, MASKED])
@@ -283,4 +296,4 @@ def test_promoted_sums_have_the_candidates_of_cells(signature):
         of_groups = {text for text, _ in hopper_candidates.shortlist(grouped, H200, rows, 1024, 16384, 1)}
         assert of_groups <= set(byte_candidates._own(grouped)), "groups were not timed with those of cells"
         assert any("half" in text for text in of_groups) == (rows > 64)
-        assert all("half" in text for text in of_groups) == (rows > 128)
+        assert all("half" in text for text in of_groups) == (rows > 64)

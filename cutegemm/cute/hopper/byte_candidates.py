@@ -9,7 +9,8 @@ With scales of rows and of blocks the promoted ones were measured on an H200, at
 - Ping-pong with twins was slower than the best by a fifth and more: promoted sums have none.
 - With scales of blocks and without option half, 128 x 192 was the fastest large tile of a cluster; most others were 5
   to 12 % slower. Option half is faster: 256 x 128 by 10 to 20 % at 4096^3, 8192^3 and 4096x7168x2048, and 128 x 256
-  with stream-K at 2048x7168x16384, where its tiles fill 3.4 waves. No product in groups was timed with half.
+  with stream-K at 2048x7168x16384, where its tiles fill 3.4 waves. In groups of 128 rows and more 128 x 256 is the
+  fastest (docs/grouped_measured.md#in-fp8).
 """
 
 from __future__ import annotations
@@ -67,14 +68,13 @@ _HALF_IN_GROUPS = (
     "sm90/128x256x128/coop2/c1x2/s4/serp16/zig/streamk/pdl/half",
     "sm90/128x256x128/coop2/c1x1/s4/serp8/zig/pdl/half",
 )
-"""The same for groups of more than `FEW_ROWS` rows."""
-MANY_ROWS = 256
-"""From so many rows of a group on average, rounded up to a power of two, no other tiles are compared with halves: on an
-H200 each of them took up to 12 % longer, where the model expects as much of both (docs/grouped_measured.md#in-fp8)."""
+"""The same for groups of more than `FEW_ROWS` rows, with which no other tiles are compared then: on an H200 each of
+them took up to 12 % longer, where the model expects as much of both (docs/grouped_measured.md#in-fp8)."""
 FEW_ROWS = 64
 """Of a group on average, rounded up to a power of two: up to here swapped tiles that hold a group were faster on an
 H200 (32 rows in 256 groups of 4096x7168 took 2.1 ms by halves, and 1.9 by tiles of 64 tokens; 64 rows in 128 groups of
-1536x2048 125 us and 117 by 96), and from 128 rows on halves were."""
+1536x2048 125 us and 117 by 96)."""
+SOME_ROWS = 256
 _IN_GROUPS = (
     "sm90/128x144x128/coop2/c2x1/s5/serp8/swap/pdl",
     "sm90/256x96x128/coop2/c2x1/s4/serp8/swap/pdl",
@@ -83,8 +83,11 @@ _IN_GROUPS = (
     "sm90/256x48x128/coop2/c2x1/s5/serp8/swap/pdl",
     "sm90/256x32x128/coop2/c2x1/s5/serp8/swap/pdl",
     "sm90/256x16x128/coop2/c2x1/s5/serp8/swap/pdl",
+    "sm90/256x96x128/coop2/c1x1/s4/serp8/swap/pdl",
+    "sm90/256x64x128/coop2/c1x1/s4/serp8/swap/pdl",
 )
-"""For groups of few rows, whose weights are read at the memory's speed: swapped tiles that hold a group."""
+"""For groups of up to `SOME_ROWS` rows, whose weights are read at the memory's speed: swapped tiles that hold one.
+The last two are for gathered rows, which clusters cannot share."""
 _FEW = (
     "sm90/128x112x128/coop2/c1x1x2/s6/row/pdl",
     "sm90/64x112x128/coop1/c2x1/s8/row/pdl",
@@ -139,10 +142,12 @@ def shortlist(signature: Signature, cell: Iterable[tuple[str, bool]], m: int, k:
     """Of those listed the ones to compare for about m rows a product and sums over about k, and whether with K split:
     all of the above, and those of a cell of `shortlists`, which names them as of 16 bits."""
     halves = [(text, False) for text in _own(signature) if text in _HALF_IN_GROUPS]
-    if halves and m >= MANY_ROWS and not _may_refuse_halves(signature):
+    if halves and m > FEW_ROWS and not _may_refuse_halves(signature):
         return halves
-    few = signature.work != DENSE and m <= FEW_ROWS
-    found = [(text, False) for text in _own(signature) if not (few and text in _HALF_IN_GROUPS)]
+    left_out: tuple[str, ...] = ()
+    if signature.work != DENSE:
+        left_out = _HALF_IN_GROUPS if m <= FEW_ROWS else _IN_GROUPS if m > SOME_ROWS else ()
+    found = [(text, False) for text in _own(signature) if text.removesuffix("/twin") not in left_out]
     found += ((text, True) for text in _own(signature) if text.removesuffix("/twin") in SPLIT)
     known = _in_cells(signature)
     found += ((known[text], split) for text, split in cell if text in known)

@@ -84,6 +84,15 @@ def _table() -> list[Snippet]:
     for t in ("f32", "f64", "f16", "bf16"):
         for op in ("eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"):
             add(f"setp.{op}.{t}", f"{t} {t}", "b32", f"setp.{op}.{t} p, a, b; selp.b32 x, 1, 0, p;", "bits", "sm_90")
+    for t in ("f16x2", "bf16x2"):
+        for op in ("eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu"):
+            both = f"setp.{op}.{t} p|q, a, b; selp.b32 x, 1, 0, p; selp.b32 y, 1, 0, q;"
+            add(f"setp.{op}.{t}", f"{t} {t}", "b32 b32", both, "bits", "sm_90")
+        add(
+            f"setp.lt.or.{t}", f"{t} {t} s32", "b32 b32",
+            f"setp.gt.s32 r, c, 0; setp.lt.or.{t} p|q, a, b, r; selp.b32 x, 1, 0, p; selp.b32 y, 1, 0, q;",
+            "bits", "sm_90",
+        )  # fmt: skip
     for op in ("and", "or", "xor"):
         add(
             f"setp.lt.{op}",

@@ -224,6 +224,8 @@ def main(arguments: list[str] | None = None) -> int:
                                 for given in (options.tokens, options.train_tokens))  # fmt: skip
     except ValueError:
         made.error("--tokens and --train-tokens: expected numbers, comma-separated")
+    if wrong := [count for count in (*tokens, *train_tokens) if count < 1]:
+        made.error(f"--tokens, --train-tokens: got {wrong[0]}, expected at least 1")
     skews = options.skew.split(",")
     if set(skews) - {"uniform", "zipf"}:
         made.error(f"--skew: got {options.skew!r}, accepted are uniform and zipf, comma-separated")

@@ -118,7 +118,8 @@ def extents(a: Any, b: Any, given: Sizes) -> Extents:
         if index is None:
             continue
         if work != RAGGED_M:
-            raise ValueError(f"{which}: got an index with {work.replace('_', ' ')}; it is for groups of rows")
+            beside = "counts" if work == MASKED else f"groups of {'columns' if work == RAGGED_N else 'K'}"
+            raise ValueError(f"{which}: got an index with {beside}; accepted are offsets of groups of rows")
         _check_array(which, index, "row")
         if own == SCATTERED and index.shape[0] != m:
             raise ValueError(f"{which}: got {index.shape[0]} numbers, and a has {m} rows")

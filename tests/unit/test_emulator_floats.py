@@ -248,6 +248,25 @@ def test_comparisons_with_nan():
                 assert got == want, (op, unordered, x, y)
 
 
+@pytest.mark.parametrize("t", ["f16", "bf16"])
+def test_packed_comparisons_are_of_the_low_and_the_high_halves(t):
+    """The compiler packs comparisons of 16-bit operands that it loads one by one."""
+    for op, holds in (
+        ("eq", lambda x, y: x == y), ("ne", lambda x, y: x != y), ("lt", lambda x, y: x < y),
+        ("le", lambda x, y: x <= y), ("gt", lambda x, y: x > y), ("ge", lambda x, y: x >= y),
+    ):  # fmt: skip
+        for unordered in (False, True):
+            for row, got in zip(*run(f"setp.{op}{'u' * unordered}.{t}x2"), strict=True):
+                for shift, found in zip((0, 16), got, strict=True):
+                    x, y = (value(v >> shift & 0xFFFF, t) for v in row)
+                    want = unordered if math.isnan(x) or math.isnan(y) else holds(x, y)
+                    assert found == want, (op, unordered, x, y)
+    for (a, b, c), got in zip(*run(f"setp.lt.or.{t}x2"), strict=True):
+        for shift, found in zip((0, 16), got, strict=True):
+            x, y = (value(v >> shift & 0xFFFF, t) for v in (a, b))
+            assert found == (x < y or 0 < c < 2**31)
+
+
 def test_approximate_functions_keep_their_bounds():
     for name, f in (
         ("ex2.approx.f32", lambda x: 2.0**x),

@@ -257,7 +257,7 @@ WRONG = [
     ((A[0], B, ENDS), {}, ValueError, "a: got 1 dimensions, accepted are 2 (rows of all groups) and 3"),
     ((A, B.bfloat16(), ENDS), {}, TypeError, "b: got dtype torch.bfloat16, expected that of a"),
     ((A, B, [3, 3, 10, 12]), {}, TypeError, "offsets: got list, expected an int32 tensor"),
-    ((A.t(), A, ENDS), {"rows": ENDS}, ValueError, "rows: got an index with ragged k; it is for groups of rows"),
+    ((A.t(), A, ENDS), {"rows": ENDS}, ValueError, "rows: got an index with groups of K; accepted are offsets"),
     ((A, B, ENDS), {"places": ENDS}, ValueError, "places: got 4 numbers, and a has 12 rows"),
     ((A, B, ENDS), {"rows": ENDS, "places": ENDS}, ValueError, "rows, places: got both"),
     ((A, B, ENDS), {"out_rows": 3}, ValueError, "out_rows: got it without places"),

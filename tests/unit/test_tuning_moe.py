@@ -57,6 +57,7 @@ def test_the_command_line(capsys):
     for arguments, message in (
         (["--tokens", "x"], "--tokens and --train-tokens: expected numbers"),
         (["--skew", "one"], "--skew: got 'one', accepted are uniform and zipf"),
+        (["--tokens", "16,-3"], "--tokens, --train-tokens: got -3, expected at least 1"),
         (["--scaling", "channels"], "--scaling: got 'channels', accepted are tensor, rows and blocks"),
         (["--only", "Llama"], "--only: no block has 'Llama' in its name"),
     ):

@@ -380,6 +380,11 @@ def comparison(g: Gen, i: Instr, op: str, t: str, a, b) -> str:
     floating = code[0] == "f" or t == "bf16"
     if floating and i.has("ftz"):
         x, y = g.let(f"flush({x})"), g.let(f"flush({y})")
+    return compared(op, x, y, floating)
+
+
+def compared(op: str, x: str, y: str, floating: bool) -> str:
+    """The test of two arrays."""
     if op in ("num", "nan"):
         test = f"(({x} == {x}) & ({y} == {y}))"
         return test if op == "num" else f"(~{test})"
@@ -407,7 +412,13 @@ def setp(g: Gen, i: Instr) -> None:
         code = PTX_CODE[t]
         g.ufunc(_UFUNC[COMPARE[op]], d, "p", g.src(a, code), g.src(b, code))
         return
-    test = g.let(comparison(g, i, op, t, a, b))
+    packed = t in ("f16x2", "bf16x2") and isinstance(d, Pair) and not i.has("ftz")
+    if packed:  # of the low halves, then of the high ones
+        sides = [[g.let(f"half_of({g.src(o, 'u4')}, {t[:-2]!r}, {place})") for o in (a, b)] for place in range(2)]
+        test, other = (g.let(compared(op, x, y, True)) for x, y in sides)
+    else:
+        test = g.let(comparison(g, i, op, t, a, b))
+        other = f"~{test}"
     first, second = (d.first, d.second) if isinstance(d, Pair) else (d, None)
     sign = {"and": "&", "or": "|", "xor": "^"}.get(boolean or "", "")
     c = (
@@ -417,7 +428,7 @@ def setp(g: Gen, i: Instr) -> None:
     )
     g.assign(first, f"{test} {sign} {c}" if boolean else test, "p")
     if second is not None:
-        g.assign(second, f"(~{test}) {sign} {c}" if boolean else f"~{test}", "p")
+        g.assign(second, f"({other}) {sign} {c}" if boolean else other, "p")
 
 
 @emits("set")

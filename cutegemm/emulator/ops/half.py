@@ -38,6 +38,12 @@ def values(bits: np.ndarray, kind: str) -> np.ndarray:
 
 
 @runtime
+def half_of(bits, kind, place):
+    """The numbers in the low (`place` 0) or the high halves of words."""
+    return values(((bits >> U4(16 * place)) & U4(0xFFFF)).astype(U2), kind)
+
+
+@runtime
 def half_op(name, kind, flags, *args):
     if args[0].dtype == U4:
         low = half_op(name, kind, flags, *((a & U4(0xFFFF)).astype(U2) for a in args))

@@ -119,9 +119,9 @@ def test_matrix_operands_in_groups_travel_through_the_ring(work):
     assert overlaps(kernel.cubin)
 
 
-KEPT_OUTSIDE = {"simt/64x64x16/w32x64/s2/g8/r6": 72, "simt/64x128x16/w32x64/s3/g8/r3": 40}
-"""Bytes that a thread of these candidates spills in groups on an A100. On an H200 it is none of the first, 8 of the
-second."""
+KEPT_OUTSIDE = {"simt/64x64x16/w32x64/s2/g8/r6": 72, "simt/64x128x16/w32x64/s3/g8/r3": 56}
+"""Bytes that a thread of these candidates spills in groups on an A100, the second with gathered rows (40 without). On
+an H200 it is none of the first, 8 of the second."""
 
 
 @pytest.mark.parametrize("work", ["ragged_m", "ragged_n", "ragged_k", "masked", "gathered_m", "scattered_m"])

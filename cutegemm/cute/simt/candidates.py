@@ -102,6 +102,10 @@ _SPILLS_SPLIT_NARROW = {
 }
 """Further ones where, besides, rows of A or B are not aligned to 16 bytes."""
 
+_SPILLS_IN_GROUPS = {"simt/32x128x16/w32x64/s2/g8/r6": ("tn",)}
+"""Majors with which this kernel keeps 28 registers in local memory where a CTA has to find its group of columns, when
+compiled for an A100."""
+
 _IN_GROUPS = (
     "simt/128x256x16/w64x64/s3/g8",
     "simt/128x128x8/w64x64/s4/g8",
@@ -129,7 +133,8 @@ def listed(signature: Signature) -> tuple[str, ...]:
     """The candidates for a signature that the family takes."""
     if signature.work in (*ROWS, MASKED):
         return tuple(text for text in _IN_GROUPS if not (is_narrow(signature) and _spills_narrow(text, signature)))
-    found = tuple(text for text in _FP32 if signature.majors not in _SPILLS.get(text, ()))
+    tables = (_SPILLS,) if signature.work == DENSE else (_SPILLS, _SPILLS_IN_GROUPS)
+    found = tuple(text for text in _FP32 if all(signature.majors not in table.get(text, ()) for table in tables))
     if is_narrow(signature):
         found = tuple(text for text in found if not _spills_narrow(text, signature))
         found += _NARROW_TN if signature.majors == "tn" else ()

@@ -17,6 +17,7 @@ from cutegemm.problem import rounding
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.extents import are_equal
 from cutegemm.problem.grouped_reference import as_one, layout, parts, scales_of
+from cutegemm.problem.packing import as_bits
 from cutegemm.problem.program.evaluate import evaluate
 from cutegemm.problem.program.spread import ascending, groups_of
 from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, ROWS, SCATTERED
@@ -98,8 +99,7 @@ def scatter(out: torch.Tensor, value: torch.Tensor, places: torch.Tensor, writte
     """Writes the rows of `value` that are `written` into those of `out` that an index names, if it names one."""
     named = written & (places >= 0) & (places < out.shape[0])
     spare = torch.cat((out, out.new_empty(1, out.shape[1])))
-    known, given = (each.view(torch.uint8) if each.element_size() == 1 else each for each in (spare, value))
-    known.index_copy_(0, torch.where(named, places.long(), out.shape[0]), given)  # torch has none for fp8 on the CPU
+    as_bits(spare).index_copy_(0, torch.where(named, places.long(), out.shape[0]), as_bits(value))
     out.copy_(spare[:-1])
 
 

@@ -222,16 +222,9 @@ class Candidates:
         if chosen is None:
             return None
         if self.backend.check(chosen, problem, self._arch) is not None:
-            return next(chain(self._shortlisted(problem), self.ascending(problem, split=False)), None)
+            compared = self._serving(self._shortlist(_bucket(*problem.evened))[0], problem)
+            return next(chain(compared, self.ascending(problem, split=False)), None)
         return seconds, chosen, why
-
-    def _shortlisted(self, problem: Problem) -> Iterator[tuple[float, Any, str]]:
-        """As `ascending`, of those that are compared for about these sizes, without K split."""
-        sizes = problem.evened
-        entries = self._shortlist(_bucket(*sizes))[0]
-        for seconds, number in sorted((cost.seconds(*sizes), number) for number, (cost, _) in enumerate(entries)):
-            if self.backend.check(entries[number][1], problem, self._arch) is None:
-                yield seconds, entries[number][1], ""
 
     def _modelled(self, m: int, n: int, k: int, batch: int) -> tuple[float, Any]:
         """(seconds, configuration) of what the model likes best; (inf, None) without candidates."""
@@ -273,7 +266,13 @@ class Candidates:
             split: with those whose K is split.
         """
         sizes = problem.evened
-        entries = [*self._whole, *(pair for one in self._splits.values() for pair in one.worth_trying(*sizes) if split)]
+        splits = self._splits.values() if split else ()
+        entries = [*self._whole, *(pair for one in splits for pair in one.worth_trying(*sizes))]
+        yield from self._serving(entries, problem)
+
+    def _serving(self, entries: list[tuple[Model, Any]], problem: Problem) -> Iterator[tuple[float, Any, str]]:
+        """(seconds, configuration, "") of those that can serve the problem, the cheapest by the model first."""
+        sizes = problem.evened
         for seconds, number in sorted((cost.seconds(*sizes), number) for number, (cost, _) in enumerate(entries)):
             if self.backend.check(entries[number][1], problem, self._arch) is None:
                 yield seconds, entries[number][1], ""

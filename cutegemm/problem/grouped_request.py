@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cutegemm.problem import packing, program_request, request
-from cutegemm.problem.dtypes import ACCEPTED, ITEMSIZE, TABLE, output_name, product_dtype_name
+from cutegemm.problem.dtypes import ACCEPTED, CUDA_CORES, ITEMSIZE, PRODUCTS, TABLE, output_name, product_dtype_name
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.extents import is_one
 from cutegemm.problem.operand import Matrix
@@ -303,7 +303,7 @@ def describe(
         seen = request.matrix_of(a, a.shape[-2], sizes.k), request.matrix_of(b, sizes.k, sizes.n)
         matrix_a, matrix_b = packing.operands(a, b, *seen, copies)
     else:
-        on_cores = (dtype, precision) == ("fp32", "ieee")
+        on_cores = PRODUCTS[dtype].units[precision] == CUDA_CORES
         matrix_a, matrix_b = (
             packing.divided(name, tensor, request.matrix_of(tensor, rows, cols), copies, sizes.work, on_cores)
             if sizes.work == RAGGED_K or name == WORKS[sizes.work].divided

@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from cutegemm.problem.dtypes import (
+    CUDA_CORES,
     ITEMSIZE,
     PRECISIONS,
     PRODUCTS,
@@ -326,7 +327,7 @@ class Problem:
         """(m, n, k, batch) of the dense problem with as much to do, which is how the cost model sees it. CUDA cores
         multiply for longer than weights are read, whatever the sizes of groups.
         """
-        on_cores = (self.dtype, self.precision) == ("fp32", "ieee")
+        on_cores = self.signature.unit == CUDA_CORES
         return WORKS[self.work].evened(self.m, self.n, self.k, self.batch, skewed=not on_cores)
 
     @property

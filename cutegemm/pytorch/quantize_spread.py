@@ -71,7 +71,7 @@ def _results(x: torch.Tensor, slots: int, dtype: torch.dtype, group: Group) -> t
 
 def _copied(rows: torch.Tensor, token_of: torch.Tensor, by_kernel: bool) -> torch.Tensor:
     """The values of each place's token, as `new_values` lays them out."""
-    if by_kernel and rows.shape[1]:
+    if by_kernel:
         from cutegemm.run.combining import in_order
 
         return in_order(rows, token_of)

@@ -82,7 +82,7 @@ def quantized(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, format
 
 
 def can_spread(x: torch.Tensor, group: Group, places: int) -> bool:
-    """Whether one launch quantizes the rows of x and writes each to so many rows (`run_spread`)."""
+    """Whether one launch quantizes the rows of x and writes each to as many `places` (`run_spread`)."""
     along_k = Lies.of(x).along_k
     in_rows = group.rows == 1 and config.in_one_pass(group, INPUTS[x.dtype], along_k, x.shape[-1])
     return x.dim() == 2 and in_rows and 0 < places <= config.MOST_PLACES

@@ -139,8 +139,8 @@ def listed(signature: Signature) -> tuple[str, ...]:
 
 
 def shortlist(signature: Signature, cell: Iterable[tuple[str, bool]], m: int, k: int) -> list[tuple[str, bool]]:
-    """Of those listed the ones to compare for about m rows a product and sums over about k, and whether with K split:
-    all of the above, and those of a cell of `shortlists`, which names them as of 16 bits."""
+    """The listed configurations to compare where a product has about m rows and its sums are about k long, each with
+    whether K is split: all of the above, and those of a cell of `shortlists`, which names them as for 16 bits."""
     halves = [(text, False) for text in _own(signature) if text in _HALF_IN_GROUPS]
     if halves and m > FEW_ROWS and not _may_refuse_halves(signature):
         return halves

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -193,22 +193,16 @@ def _reader() -> ModuleType:
 
 
 def _tuned(problem: Problem, arch: Arch, backend: str | None, known: object) -> tuple[str, Any, str] | None:
-    """(backend, configuration, why) of the winner measured for this very problem, if it can serve it today; of the
-    same in the other 16-bit type where it has none that can.
+    """(backend, configuration, why) of the winner measured for this very problem or else for the nearest relative that
+    has one, if it can serve the problem today; of the same in the other 16-bit type where it has none that can.
     """
-    rows = _reader().lookup_both(problem, arch, known)
-    promised = f" with a constant {problem.constant.upper()}" if problem.constant else ""
-    names = f"tuned winner{promised}", f"tuned winner{promised} of the other 16-bit type"
-    if rows == (None, None) and problem.epilogue.custom is not None and problem.epilogue.gating is None:
-        rows = _reader().lookup_both(problem.without_terms(), arch, known)
-        names = f"{OF_PLAIN}{promised}", f"{OF_PLAIN}{promised} in the other 16-bit type"
-    for relative, name in kin(problem) if rows == (None, None) else ():
-        if (rows := _reader().lookup_both(relative, arch, known)) != (None, None):
-            names = f"tuned winner of {name}", f"tuned winner of {name} in the other 16-bit type"
+    for relative, whose, other in _relatives(problem):
+        rows = _reader().lookup_both(relative, arch, known)
+        if rows != (None, None):
             break
-    if rows == (None, None):
+    else:
         return None
-    for whose, row in zip(names, rows, strict=True):
+    for name, row in zip((whose, other), rows, strict=True):
         if row is None or row.seconds is None or backend not in (None, row.backend):
             continue
         serves = backends.get(row.backend)
@@ -219,8 +213,26 @@ def _tuned(problem: Problem, arch: Arch, backend: str | None, known: object) -> 
         if serves.missing() or serves.check(config, problem, arch):
             continue
         ratio = f", {row.ratio:.2f} of cuBLAS's speed" if row.ratio else ""
-        return row.backend, config, f"{whose}, {row.origin}: {row.seconds * 1e6:.1f} us{ratio}"
+        return row.backend, config, f"{name}, {row.origin}: {row.seconds * 1e6:.1f} us{ratio}"
     return None
+
+
+def _relatives(problem: Problem) -> Iterator[tuple[Problem, str, str]]:
+    """(problem, whose winner that is, whose it is in the other 16-bit type) of the problem and of others whose winner may
+    serve it, the nearest first.
+    """
+    promised = f" with a constant {problem.constant.upper()}" if problem.constant else ""
+    yield problem, f"tuned winner{promised}", f"tuned winner{promised} of the other 16-bit type"
+    if problem.epilogue.custom is not None and problem.epilogue.gating is None:
+        name = f"{OF_PLAIN}{promised}"
+        yield problem.without_terms(), name, f"{name} in the other 16-bit type"
+    for relative, name in kin(problem):
+        yield relative, f"tuned winner of {name}", f"tuned winner of {name} in the other 16-bit type"
+    usual = problem.in_measured_types()
+    if usual is not problem:
+        types = f" for {usual.dtype} -> {usual.out_dtype}"
+        for relative, whose, other in _relatives(usual):
+            yield relative, whose + types, other + types
 
 
 def _last_resort(problem: Problem, why: str) -> Choice:

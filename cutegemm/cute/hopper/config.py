@@ -223,8 +223,8 @@ class HopperConfig(LaunchedConfig):
         """Whether D goes through shared memory and TMA. D must be aligned, matrix operands must lie in aligned rows.
         Several results go this way together, or none does: all must be aligned and have one itemsize.
 
-        An fp32 result of swapped operands cannot go this way: stmatrix, which transposes, moves 16-bit elements. Matrix
-        operands need registers, those that come as fragments straight from global memory the most. Reduced results need
+        An fp32 result of swapped operands cannot go this way: stmatrix, which transposes, moves 16-bit elements, and rows
+        of 64 of its columns are wider than a swizzle. Matrix operands need registers, those that come as fragments straight from global memory the most. Reduced results need
         registers too, those over rows and over columns together the most. So tiles with many accumulators are left out:
         the limits are those up to which ptxas spilled nothing (tests/compile/test_program_outputs.py), but for some
         swapped tiles of more than 128 columns, where `choice.spills` takes a lighter one.
@@ -248,7 +248,7 @@ class HopperConfig(LaunchedConfig):
             and grouping.stores_boxes(signature.work)
             and all(align >= 16 for *_, align in signature.results)
             and len({ITEMSIZE[dtype] for _, _, dtype, _ in signature.results}) == 1
-            and (ITEMSIZE[signature.out_dtype] == 2 or (ITEMSIZE[signature.out_dtype] == 4 and not self.swapped))
+            and (ITEMSIZE[signature.out_dtype] < 4 or not self.swapped)
             and self.accumulators <= most
             and all(aligns[each.name] >= 16 for each in matrices)
             and signature.epilogue.gating != "pairs"

@@ -82,7 +82,7 @@ class DirectScales(Promotion):
             self._place(i, self.a, region.row + (block * self.config.block_step + own + 8 * r), region.matrix)
         of_part = self.columns // self.parts
         for i in range(self.columns):
-            place = column // SCALE_K + i % max(of_part, 1)
+            place = column // SCALE_K + i % of_part
             self._place(self.rows + i, self.b, place + self.to_up if i >= of_part else place, region.matrix)
         k_tile, step = self.work.k_walk(tile)
         self.walk[0] = k_tile + self.thread % AHEAD * step
@@ -147,7 +147,7 @@ class DirectScales(Promotion):
         """The factor of a row for a segment, which lies in one of two blocks: where the tile begins decides."""
         part, begin = divmod(number * self.segment, self.width)
         count = len(factors) // self.parts
-        factors = factors[part * count : (part + 1) * count] or factors
+        factors = factors[part * count : (part + 1) * count]
         least, most = (min(place // SCALE_K, len(factors) - 1) for place in (begin, begin + SCALE_K - self.segment))
         if least == most:
             return factors[least]

@@ -169,8 +169,10 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
 
 def why_refused(config: HopperConfig, problem: Problem) -> str | None:
     """None when a valid configuration takes a problem's sizes, else why not."""
+    if "half" not in config.options:
+        return None
     given = problem.signature.epilogue.program.block_scales.get("b")
-    if "half" not in config.options or given is None or not lies_in_halves(problem.signature, given):
+    if given is None or not lies_in_halves(problem.signature, given):
         return None
     columns = problem.n // 2
     if columns % SCALE_K == 0:

@@ -4,10 +4,10 @@ A WGMMA leaves 64 rows in a warpgroup, 16 a warp. Thread `lane` of warp `w` hold
 
     rows 16 w + lane / 4 + 8 r (r = 0, 1), columns 8 j + 2 (lane % 4) + c (c = 0, 1)    in accumulator (c, r, j)
 
-`TmaEpilogue` sends 16-bit results through stmatrix and a TMA store, `WideTmaEpilogue` fp32 results through plain shared
-stores and TMA; `terms` adds C and the bias. `slab_store.SlabStore` takes everything else. With swapped operands the
-rows of the accumulators are columns of D: `TransposedTmaEpilogue` and `TransposedSlabStore` turn them on the way into
-shared memory.
+`TmaEpilogue` sends 16-bit results through stmatrix and a TMA store, `PairTmaEpilogue` those of 32 and 8 bits through
+plain shared stores and TMA; `terms` adds C and the bias. `slab_store.SlabStore` takes everything else. With swapped
+operands the rows of the accumulators are columns of D: the classes named `Transposed` turn them on the way into shared
+memory.
 
 Of a gated program ("halves") a thread holds gate and up of the same place of D: half of a tile's columns further on, or
 with swapped operands half of a warpgroup's blocks of 64 rows.
@@ -20,7 +20,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Vector
+from cutlass import Float32, Int16, Int32, Vector
 from cutlass.cute.nvgpu import cpasync
 
 from cutegemm.cute import types, whole
@@ -48,11 +48,12 @@ def make_store(config: HopperConfig, signature: Signature) -> Any:
     if config.parts > 1:
         return FragmentStore(config, signature)
     if config.uses_tma_store(signature):
-        wide = types.NUMERIC[signature.out_dtype].width == 32
-        made: Any = WideTmaEpilogue if wide else TransposedTmaEpilogue if config.swapped else TmaEpilogue
+        by_matrix = types.NUMERIC[signature.out_dtype].width == 16
+        straight: Any = TmaEpilogue if by_matrix else PairTmaEpilogue
+        turned: Any = TransposedTmaEpilogue if by_matrix else TransposedByteEpilogue
     else:
-        made = TransposedSlabStore if config.swapped else SlabStore
-    return made(config, signature)
+        straight, turned = SlabStore, TransposedSlabStore
+    return (turned if config.swapped else straight)(config, signature)
 
 
 class TmaEpilogue:
@@ -353,20 +354,23 @@ class TmaEpilogue:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
-class WideTmaEpilogue(TmaEpilogue):
-    """The same for fp32 results: 8-byte stores of a fragment's neighbours take stmatrix's place."""
+class PairTmaEpilogue(TmaEpilogue):
+    """The same for results of 32 and of 8 bits: stores of a fragment's two neighbours take stmatrix's place.
+
+    No two lanes of a store meet in a bank: its 8 rows have pairs in 8 pieces of 16 bytes, as the swizzle has them.
+    """
 
     def _start_addresses(self, base, lane) -> None:
-        row = self.warp * 16 + lane // 4
+        row, own = self.warp * 16 + lane // 4, (lane & 3) * (2 * self.itemsize)
         swizzle = ((row * self.row_bytes) >> 7) & ((1 << self.swizzle_bits) - 1)
-        self.row_address = base + row * self.row_bytes + (lane & 1) * 8
-        self.word = "f32" if self.out_type is Float32 else "s32"
+        self.row_address = base + row * self.row_bytes + (own & 15)
         # Rows 8 further on have the same swizzle.
-        self.own_piece = ((lane >> 1) & 1) ^ swizzle
+        self.own_piece = (own >> 4) ^ swizzle
 
     def _address(self, j: int):
         """Where this lane's two columns of block `j` of a buffer lie, in the first of its rows."""
-        return self.row_address + ((self.own_piece ^ (2 * j)) << 4)
+        piece, within = divmod(8 * j * self.itemsize, 16)
+        return self.row_address + ((self.own_piece ^ piece) << 4) + within
 
     def _stage(self, accumulators, corner, i, part, buffer) -> None:
         for j in range(self.columns // 8):
@@ -376,10 +380,19 @@ class WideTmaEpilogue(TmaEpilogue):
             for number, result in enumerate(results):
                 place = address + number * self.result_bytes if number else address
                 for r in range(2):
-                    cute.arch.inline_ptx(
-                        f"st.shared.v2.{self.word} [{{$r0}}], {{{{$r1}}, {{$r2}}}};",
-                        read_only_args=[place + 8 * r * self.row_bytes, result[2 * r], result[2 * r + 1]],
-                    )
+                    self._put(place + 8 * r * self.row_bytes, result, r)
+
+    def _put(self, place, result, r: int) -> None:
+        """Stores a fragment's two neighbours in its row r."""
+        if self.itemsize == 1:
+            pair = cute.recast_tensor(result, Int16)[r]
+            cute.arch.inline_ptx("st.shared.b16 [{$r0}], {$r1};", read_only_args=[place, pair])
+            return
+        word = "f32" if self.out_type is Float32 else "s32"
+        cute.arch.inline_ptx(
+            f"st.shared.v2.{word} [{{$r0}}], {{{{$r1}}, {{$r2}}}};",
+            read_only_args=[place, result[2 * r], result[2 * r + 1]],
+        )
 
 
 class TransposedTmaEpilogue(TmaEpilogue):
@@ -389,8 +402,8 @@ class TransposedTmaEpilogue(TmaEpilogue):
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
         super().__init__(config, signature)
-        self.row_bytes = 2 * BLOCK_ROWS
-        self.swizzle_bits = 3
+        self.row_bytes = self.itemsize * BLOCK_ROWS
+        self.swizzle_bits = (self.row_bytes // 16).bit_length() - 1
 
     def box(self) -> tuple[int, int]:
         return self.columns, BLOCK_ROWS
@@ -413,3 +426,26 @@ class TransposedTmaEpilogue(TmaEpilogue):
 
     def _address(self, pair: int):
         return self.row_address + pair * 16 * self.row_bytes
+
+
+class TransposedByteEpilogue(TransposedTmaEpilogue):
+    """The same for results of 8 bits, one by one: those of a fragment lie in two rows of D, 8 columns apart."""
+
+    def _start_addresses(self, base, lane) -> None:
+        # Rows of D of 64 bytes: two neighbours share a line of 128, and so the swizzle. A warp has one piece of a row.
+        quad = lane & 3
+        self.row_address = base + 2 * self.row_bytes * quad + ((self.warp ^ quad) << 4) + lane // 4
+
+    def _address(self, j: int):
+        """Where this lane's first result of block `j` of a buffer lies."""
+        return self.row_address + 8 * j * self.row_bytes
+
+    def _stage(self, accumulators, corner, i, part, buffer) -> None:
+        for j in range(self.columns // 8):
+            address = self._address(j) + buffer * self.buffer_bytes
+            for number, result in enumerate(self._values(accumulators, corner, i, part, j, 1, None)):
+                place = address + number * self.result_bytes if number else address
+                word = cute.recast_tensor(result, Int32)[0]
+                for q in range(4):
+                    own = place + (q % 2 * self.row_bytes + q // 2 * 8)
+                    cute.arch.inline_ptx("st.shared.b8 [{$r0}], {$r1};", read_only_args=[own, word >> (8 * q)])

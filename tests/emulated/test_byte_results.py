@@ -1,0 +1,108 @@
+"""D in one byte by TMA, in the emulator: the bits that slabs store, which share no code with it on the way to D."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import cutegemm
+from cutegemm import ops
+from cutegemm.problem.work import GATHERED, MASKED, RAGGED_M
+from tests.emulated.gpus import gpu_of
+from tests.groups import GroupCase
+from tests.scaled import check, operand
+
+pytest.importorskip("llvmlite")
+E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
+STRAIGHT = (
+    "128x128x128/coop2/c2x1/s3/g2/zig",
+    "64x32x128/coop1/c1x1/s3/g2/pdl",
+    "64x192x128/pp/c1x1/s3/g2",
+    "128x96x128/coop2/c1x2/s3/g2/half",
+    "64x64x128/coop1/c1x1/s3/g2/streamk",
+)
+TURNED = (
+    "64x64x128/coop1/c2x1/s3/g2/swap",
+    "128x48x128/coop2/c1x1/s3/g2/swap/zig",
+    "64x128x128/pp/c1x1/s3/g2/swap",
+    "128x16x128/coop2/c1x1/s3/g2/swap/once",
+)
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    gpu_of(4, monkeypatch, "H200")
+
+
+def by_both(config: str, call: Callable[..., Any]) -> Any:
+    """What the call gives by TMA, which has the bits that it has by slabs."""
+    results = [call(backend="cute", config=f"sm90/{config}{slab}") for slab in ("", "/slab")]
+    for by_tma, by_slabs in zip(*(each if isinstance(each, tuple) else (each,) for each in results), strict=True):
+        assert torch.equal(by_tma.contiguous().view(torch.uint8), by_slabs.contiguous().view(torch.uint8))
+    return results[0]
+
+
+@pytest.mark.parametrize("config", [*STRAIGHT, *TURNED])
+@pytest.mark.parametrize("out", [E4M3, E5M2, INT8])
+@pytest.mark.parametrize("kind", ["e4m3", "int8"])
+@pytest.mark.parametrize("batch", [None, 3])
+@pytest.mark.product(keep=6)
+def test_results_of_scaled_products(config, out, kind, batch, seed):
+    """M and N end inside of a tile."""
+    config = config if kind == "e4m3" else config.removesuffix("/half")  # which is for promoted sums
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (operand(rows, 208, kind, generator, batch=batch) for rows in (130, 144))
+    scales = {"scale_a": torch.rand(130, 1, generator=generator), "scale_b": torch.rand(1, 144, generator=generator)}
+    if batch:
+        scales = {name: each.expand(batch, *each.shape) for name, each in scales.items()}
+    d = by_both(config, lambda **options: cutegemm.gemm(a, b.mT, **scales, out_dtype=out, **options))
+    assert d.float().abs().max() > 0
+
+
+@pytest.mark.parametrize("config", [STRAIGHT[0], STRAIGHT[3], *TURNED[1:3]])
+@pytest.mark.parametrize("out", [E4M3, INT8])
+@pytest.mark.product(keep=2)
+def test_results_are_those_of_the_reference(config, out, seed):
+    """Sums of whole numbers, which are exact, so that only one rounding is left."""
+    check(150, 176, 256, whole=True, recipes=(None, None), out_dtype=out, seed=seed, backend="cute",
+          config=f"sm90/{config}")  # fmt: skip
+
+
+@pytest.mark.parametrize("config", ["128x128x64/coop2/c2x1/s3/g2/zig", "128x80x64/coop2/c1x1/s3/g2/swap"])
+@pytest.mark.parametrize("majors", ["tn", "nt"])
+@pytest.mark.product(keep=2)
+def test_several_results_of_16_bit_operands_with_their_terms(config, majors, seed):
+    """Two results of one byte, a residual, a bias, the indices of elements, and the largest element of each row."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(150, 100) if majors[0] == "t" else (100, 150), (176, 100) if majors[1] == "n" else (100, 176)]
+    a, b, residual, bias = (
+        torch.randn(shape, generator=generator).bfloat16() for shape in (*shapes, (150, 176), (176,))
+    )
+    a, b = a if majors[0] == "t" else a.mT, b.mT if majors[1] == "n" else b
+
+    def epilogue(acc, c, z, scale):
+        x = ops.gelu(acc + z) + c
+        return ops.cast(x * scale, E4M3), ops.cast(ops.where(ops.column() > 20, x, -x), E5M2), ops.row_max_abs(x)
+
+    operands = (residual, bias, 3.0)
+    by_both(config, lambda **options: cutegemm.gemm(a, b, epilogue=epilogue, operands=operands, **options))
+
+
+@pytest.mark.parametrize("gating", ["swiglu", "swiglu_pairs"])
+@pytest.mark.parametrize(
+    "config", ["128x256x128/coop2/c1x2/s2/g2/zig/half", "64x64x128/coop1/c1x1/s3/g2", "256x48x128/coop2/c1x1/s3/g2/swap"]
+)
+@pytest.mark.parametrize("work", [RAGGED_M, GATHERED, MASKED])
+@pytest.mark.product(keep=3)
+def test_groups_of_gate_and_up(config, gating, work, seed):
+    """Rows of other groups, and those beyond the last, stay as they were (`GroupCase.run`)."""
+    if (gating == "swiglu_pairs" and "swap" in config) or (work == GATHERED and "c1x2" in config):
+        pytest.skip("pairs of columns are not taken with swap, gathered rows not with clusters that share them")
+    case = GroupCase.random(
+        work, [70, 0, 3, 55], 90, 512, 272, "e4m3", seed=seed, tail=3, recipes=("rows", "rows"), out_dtype=E4M3
+    )  # fmt: skip
+    case.epilogue = getattr(ops, gating)
+    case.run(backend="cute", config=f"sm90/{config}")

@@ -196,13 +196,9 @@ def _tuned(problem: Problem, arch: Arch, backend: str | None, known: object) -> 
     """(backend, configuration, why) of the winner measured for this very problem or else for the nearest relative that
     has one, if it can serve the problem today; of the same in the other 16-bit type where it has none that can.
     """
-    for relative, whose, other in _relatives(problem):
-        rows = _reader().lookup_both(relative, arch, known)
-        if rows != (None, None):
-            break
-    else:
-        return None
-    for name, row in zip((whose, other), rows, strict=True):
+    looked_up = ((_reader().lookup_both(each, arch, known), names) for each, *names in _relatives(problem))
+    rows, names = next((found for found in looked_up if found[0] != (None, None)), ((), []))
+    for name, row in zip(names, rows, strict=True):
         if row is None or row.seconds is None or backend not in (None, row.backend):
             continue
         serves = backends.get(row.backend)
@@ -218,8 +214,8 @@ def _tuned(problem: Problem, arch: Arch, backend: str | None, known: object) -> 
 
 
 def _relatives(problem: Problem) -> Iterator[tuple[Problem, str, str]]:
-    """(problem, whose winner that is, whose it is in the other 16-bit type) of the problem and of others whose winner may
-    serve it, the nearest first.
+    """(problem, whose winner that is, whose it is in the other 16-bit type), the nearest first: the problem, and others
+    whose winner may serve it.
     """
     promised = f" with a constant {problem.constant.upper()}" if problem.constant else ""
     yield problem, f"tuned winner{promised}", f"tuned winner{promised} of the other 16-bit type"

@@ -1,4 +1,7 @@
-"""D in one byte by TMA, in the emulator: the bits that slabs store, which share no code with it on the way to D."""
+"""Results that plain stores bring to TMA, in the emulator: of one byte, and of gate and up in pairs.
+
+They have the bits that slabs store, which share no code with them on the way to D.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,8 @@ def test_several_results_of_16_bit_operands_with_their_terms(config, majors, see
 
 @pytest.mark.parametrize("gating", ["swiglu", "swiglu_pairs"])
 @pytest.mark.parametrize(
-    "config", ["128x256x128/coop2/c1x2/s2/g2/zig/half", "64x64x128/coop1/c1x1/s3/g2", "256x48x128/coop2/c1x1/s3/g2/swap"]
+    "config",
+    ["128x256x128/coop2/c1x2/s2/g2/zig/half", "64x64x128/coop1/c1x1/s3/g2", "256x48x128/coop2/c1x1/s3/g2/swap"],
 )
 @pytest.mark.parametrize("work", [RAGGED_M, GATHERED, MASKED])
 @pytest.mark.product(keep=3)
@@ -106,3 +110,47 @@ def test_groups_of_gate_and_up(config, gating, work, seed):
     )  # fmt: skip
     case.epilogue = getattr(ops, gating)
     case.run(backend="cute", config=f"sm90/{config}")
+
+
+PAIRS = (
+    "64x64x128/coop1/c1x1/s3/g2",
+    "128x192x128/coop2/c2x1/s3/g2/zig",
+    "128x160x128/coop2/c1x1/s3/g2/streamk",
+    "64x192x128/pp/c1x1/s3/g2",
+    "256x64x128/coop2/c1x2/s3/g2/half",
+)
+
+
+@pytest.mark.parametrize("config", PAIRS)
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32, E4M3])
+@pytest.mark.parametrize("recipes", [("rows", "rows"), ("blocks", "blocks128"), (None, None)])
+@pytest.mark.product(keep=5)
+def test_gate_and_up_in_pairs(config, out, recipes, seed):
+    """M and D's columns end inside of a tile."""
+    whole = recipes == (None, None)
+    check(130, 176, 272, whole=whole, recipes=recipes, gating="pairs", out_dtype=out, seed=seed, backend="cute",
+          config=f"sm90/{config}")  # fmt: skip
+
+
+@pytest.mark.parametrize("config", ["128x256x64/coop2/c2x1/s3/g2/zig", "64x64x64/coop1/c1x1/s3/g2"])
+@pytest.mark.parametrize("out", [torch.bfloat16, E4M3])
+@pytest.mark.product(keep=2)
+def test_pairs_with_operands_along_rows_and_columns(config, out, seed):
+    """Whole numbers, so that every order of operations gives the same bits; also a comparison of indices."""
+    generator = torch.Generator().manual_seed(seed)
+    a, b, bias, row = (
+        torch.randint(-2, 3, shape, generator=generator).bfloat16()
+        for shape in ((130, 72), (352, 72), (176,), (130, 1))
+    )
+
+    def epilogue(acc, z, w, s):
+        gate, up = ops.pairs(acc)
+        return ops.where(ops.column() + ops.row() > 40, (gate * s + z) + w, up - w)
+
+    operands = (bias, row, 2.0)
+    d = by_both(config, lambda **given: cutegemm.gemm(
+        a, b.mT, epilogue=epilogue, operands=operands, out_dtype=out, **given))  # fmt: skip
+    sums = a.double() @ b.double().mT
+    after = torch.arange(176)[None] + torch.arange(130)[:, None] > 40
+    want = torch.where(after, 2 * sums[:, ::2] + bias.double() + row.double(), sums[:, 1::2] - row.double())
+    assert torch.equal(d.double(), want.clamp(-448, 448).to(torch.float32).to(out).double())

@@ -223,11 +223,12 @@ class HopperConfig(LaunchedConfig):
         """Whether D goes through shared memory and TMA. D must be aligned, matrix operands must lie in aligned rows.
         Several results go this way together, or none does: all must be aligned and have one itemsize.
 
-        An fp32 result of swapped operands cannot go this way: stmatrix, which transposes, moves 16-bit elements, and rows
-        of 64 of its columns are wider than a swizzle. Matrix operands need registers, those that come as fragments straight from global memory the most. Reduced results need
-        registers too, those over rows and over columns together the most. So tiles with many accumulators are left out:
-        the limits are those up to which ptxas spilled nothing (tests/compile/test_program_outputs.py), but for some
-        swapped tiles of more than 128 columns, where `choice.spills` takes a lighter one.
+        An fp32 result of swapped operands cannot go this way: 64 columns of it, which a warpgroup has of a row of D, are
+        wider than TMA's swizzle. Matrix operands need registers, those that come as fragments straight from global memory
+        the most. Reduced results need registers too, those over rows and over columns together the most. So tiles with
+        many accumulators are left out: the limits are those up to which ptxas spilled nothing
+        (tests/compile/test_program_outputs.py), but for some swapped tiles of more than 128 columns, where `choice.spills`
+        takes a lighter one.
         """
         matrices, reductions = self.matrices(signature), signature.epilogue.reductions
         aligns = {"c": signature.align_c, **signature.epilogue.matrices}
@@ -240,6 +241,8 @@ class HopperConfig(LaunchedConfig):
             most = min(most, 128 if both_ways or len(reductions) > 2 else 160 if len(reductions) == 2 else 192)
             if left:
                 most = min(most, 160 if staged else 0)
+        if signature.epilogue.gating == "pairs" and signature.work != DENSE:
+            most = min(most, 192)
         if signature.epilogue.program.uses("random"):
             most = min(most, 64 if matrices else 96)  # ten rounds of multiplications for each element
         return (
@@ -251,13 +254,20 @@ class HopperConfig(LaunchedConfig):
             and (ITEMSIZE[signature.out_dtype] < 4 or not self.swapped)
             and self.accumulators <= most
             and all(aligns[each.name] >= 16 for each in matrices)
-            and signature.epilogue.gating != "pairs"
+            and (signature.epilogue.gating != "pairs" or self._stores_pairs(signature))
             and (
                 self.swapped  # whose boxes have rows of 128 bytes
                 or self.store_columns(ITEMSIZE[signature.out_dtype], signature) * ITEMSIZE[signature.out_dtype] >= 32
             )
             and not (self.swapped and signature.epilogue.program.uses("partner"))
         )
+
+    def _stores_pairs(self, signature: Signature) -> bool:
+        """Whether a program of gate and up in pairs needs no neighbouring results in a thread, which has none: matrix
+        operands, reduced results and `partner` do.
+        """
+        asks = self.matrices(signature) or signature.epilogue.reductions
+        return not (asks or signature.epilogue.program.uses("partner"))
 
     def matrices(self, signature: Signature) -> list[Input]:
         """The matrix operands of the epilogue."""

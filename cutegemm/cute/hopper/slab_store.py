@@ -27,7 +27,9 @@ MOST_UNROLLED_STRIPS = 4
 
 
 def up_offset(config: HopperConfig, signature: Signature) -> int:
-    """From a thread's accumulator of gate to the one of up ("halves")."""
+    """From a thread's accumulator of gate to the one of up."""
+    if signature.epilogue.gating == "pairs":
+        return 1
     columns = config.out_columns(signature)
     return config.out_blocks(signature) * (config.bn // 2) if columns == config.bn else columns // 2
 

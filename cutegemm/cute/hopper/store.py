@@ -4,13 +4,14 @@ A WGMMA leaves 64 rows in a warpgroup, 16 a warp. Thread `lane` of warp `w` hold
 
     rows 16 w + lane / 4 + 8 r (r = 0, 1), columns 8 j + 2 (lane % 4) + c (c = 0, 1)    in accumulator (c, r, j)
 
-`TmaEpilogue` sends 16-bit results through stmatrix and a TMA store, `PairTmaEpilogue` those of 32 and 8 bits through
+`TmaEpilogue` sends 16-bit results through stmatrix and a TMA store, `PlainTmaEpilogue` those of 32 and 8 bits through
 plain shared stores and TMA; `terms` adds C and the bias. `slab_store.SlabStore` takes everything else. With swapped
 operands the rows of the accumulators are columns of D: the classes named `Transposed` turn them on the way into shared
 memory.
 
-Of a gated program ("halves") a thread holds gate and up of the same place of D: half of a tile's columns further on, or
-with swapped operands half of a warpgroup's blocks of 64 rows.
+Of a gated program a thread holds gate and up of the same place of D: half of a tile's columns further on ("halves"),
+with swapped operands half of a warpgroup's blocks of 64 rows, or side by side ("pairs"), in accumulators c = 0 and 1.
+Then it holds one result in each row of a block of 8 columns, which are 4 of D.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int16, Int32, Vector
+from cutlass import Float32, Int8, Int16, Int32, Vector
 from cutlass.cute.nvgpu import cpasync
 
 from cutegemm.cute import types, whole
@@ -48,8 +49,8 @@ def make_store(config: HopperConfig, signature: Signature) -> Any:
     if config.parts > 1:
         return FragmentStore(config, signature)
     if config.uses_tma_store(signature):
-        by_matrix = types.NUMERIC[signature.out_dtype].width == 16
-        straight: Any = TmaEpilogue if by_matrix else PairTmaEpilogue
+        by_matrix = types.NUMERIC[signature.out_dtype].width == 16 and signature.epilogue.gating != "pairs"
+        straight: Any = TmaEpilogue if by_matrix else PlainTmaEpilogue
         turned: Any = TransposedTmaEpilogue if by_matrix else TransposedByteEpilogue
     else:
         straight, turned = SlabStore, TransposedSlabStore
@@ -76,6 +77,9 @@ class TmaEpilogue:
         self.out_type = types.NUMERIC[signature.out_dtype]
         self.program, self.gated = whole.program_of(signature), signature.epilogue.gating is not None
         self.read = whole.reader(signature)
+        # Results that a thread has side by side in a block of 8 columns, which are `block` of D.
+        self.neighbours = 1 if signature.epilogue.gating == "pairs" else 2
+        self.block = 4 * self.neighbours
         self.itemsize = self.out_type.width // 8
         self.columns = config.store_columns(self.itemsize, signature)
         self.row_bytes = self.itemsize * self.columns
@@ -236,7 +240,7 @@ class TmaEpilogue:
 
     def own_corner(self, corner: tuple) -> tuple:
         """(row, column) of D of this thread's first accumulator in the box that begins at `corner`."""
-        return corner[0] + (16 * self.warp + self.lane // 4), corner[1] + 2 * (self.lane % 4)
+        return corner[0] + (16 * self.warp + self.lane // 4), corner[1] + self.neighbours * (self.lane % 4)
 
     def _start_terms(self, region) -> None:
         """Binds the operands to a tile."""
@@ -281,9 +285,9 @@ class TmaEpilogue:
         `corner`: (row, column) of D where the buffer's box begins. `address`: where this lane's matrix row of a staged
         operand stands, and where that of the result will stand.
         """
-        size = 4 * count
-        own = accumulators.iterator + (i * (self.config.bn // 2) + 4 * (part * (self.columns // 8) + first))
-        own = cute.make_tensor(own, cute.make_layout(size))
+        size, block = 2 * self.neighbours * count, part * (self.columns // self.block) + first
+        own = accumulators.iterator + (i * (self.config.bn // 2) + 4 * block)
+        own = cute.make_tensor(own, cute.make_layout(size, stride=2 // self.neighbours))
         # A staged operand is read before the program, whose first results may be waited for.
         staged = {
             name: matrix.fragment(address) if matrix.staged
@@ -308,10 +312,10 @@ class TmaEpilogue:
             if given.name in staged:
                 return staged[given.name].load().to(source.wide)
             if given.name in self.vectors:
-                return self.vectors[given.name].fragment(i, part * (self.columns // 8) + first, count)
+                return self.vectors[given.name].fragment(i, block, count)
             return source.number(0, 0)
 
-        rows = [q % 2 + q // 4 * 2 if self.config.swapped else q // 2 % 2 for q in range(size)]
+        rows = [q % 2 + q // 4 * 2 if self.config.swapped else q // self.neighbours % 2 for q in range(size)]
         finished, results = finish(self.program, size, leaf, rows), []
         for reduction in self.reductions:
             reduction.add(finished[reduction.number], corner, self.own_corner(corner), first, count)
@@ -327,7 +331,8 @@ class TmaEpilogue:
             return Int32(self.region.matrix)
         values, own = cute.make_rmem_tensor(size, Int32), self.own_corner(corner)
         for q in range(size):
-            across, down = 8 * (first + q // 4) + q % 2, 8 * (q // 2 % 2)
+            j, r, c = q // (2 * self.neighbours), q // self.neighbours % 2, q % self.neighbours
+            across, down = self.block * (first + j) + c, 8 * r
             row, column = (across, down) if self.config.swapped else (down, across)
             values[q] = Int32(own[0] + row if axis == "row" else own[1] + column)
         return values.load()
@@ -354,45 +359,54 @@ class TmaEpilogue:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
-class PairTmaEpilogue(TmaEpilogue):
-    """The same for results of 32 and of 8 bits: stores of a fragment's two neighbours take stmatrix's place.
+class PlainTmaEpilogue(TmaEpilogue):
+    """The same for results of 32 and of 8 bits, and those of gate and up in pairs: stores of what a thread has side by
+    side take stmatrix's place.
 
-    No two lanes of a store meet in a bank: its 8 rows have pairs in 8 pieces of 16 bytes, as the swizzle has them.
+    unit: bytes of such a store. Up to 4 no two lanes meet in a bank: its 8 rows lie in 8 pieces of 16 bytes, as the
+    swizzle has them.
     """
 
+    def __init__(self, config: HopperConfig, signature: Signature) -> None:
+        super().__init__(config, signature)
+        self.unit = self.neighbours * self.itemsize
+
     def _start_addresses(self, base, lane) -> None:
-        row, own = self.warp * 16 + lane // 4, (lane & 3) * (2 * self.itemsize)
+        row, own = self.warp * 16 + lane // 4, (lane & 3) * self.unit
         swizzle = ((row * self.row_bytes) >> 7) & ((1 << self.swizzle_bits) - 1)
         self.row_address = base + row * self.row_bytes + (own & 15)
         # Rows 8 further on have the same swizzle.
         self.own_piece = (own >> 4) ^ swizzle
 
     def _address(self, j: int):
-        """Where this lane's two columns of block `j` of a buffer lie, in the first of its rows."""
-        piece, within = divmod(8 * j * self.itemsize, 16)
+        """Where this lane's columns of block `j` of a buffer lie, in the first of its rows."""
+        piece, within = divmod(4 * j * self.unit, 16)
         return self.row_address + ((self.own_piece ^ piece) << 4) + within
 
     def _stage(self, accumulators, corner, i, part, buffer) -> None:
-        for j in range(self.columns // 8):
-            address = None if self.ahead is None else self._address(j) + buffer * self.buffer_bytes
-            results = self._values(accumulators, corner, i, part, j, 1, address)
-            address = self._address(j) + buffer * self.buffer_bytes
-            for number, result in enumerate(results):
-                place = address + number * self.result_bytes if number else address
-                for r in range(2):
-                    self._put(place + 8 * r * self.row_bytes, result, r)
+        count = 2 // self.neighbours  # four results at a time
+        for first in range(0, self.columns // self.block, count):
+            address = None if self.ahead is None else self._address(first) + buffer * self.buffer_bytes
+            results = self._values(accumulators, corner, i, part, first, count, address)
+            for j in range(count):
+                address = self._address(first + j) + buffer * self.buffer_bytes
+                for number, result in enumerate(results):
+                    place = address + number * self.result_bytes if number else address
+                    for r in range(2):
+                        self._put(place + 8 * r * self.row_bytes, result, 2 * j + r)
 
-    def _put(self, place, result, r: int) -> None:
-        """Stores a fragment's two neighbours in its row r."""
-        if self.itemsize == 1:
-            pair = cute.recast_tensor(result, Int16)[r]
-            cute.arch.inline_ptx("st.shared.b16 [{$r0}], {$r1};", read_only_args=[place, pair])
+    def _put(self, place, result, number: int) -> None:
+        """Stores the `number`-th unit of a thread's results."""
+        if self.unit == 8:
+            word = "f32" if self.out_type is Float32 else "s32"
+            cute.arch.inline_ptx(
+                f"st.shared.v2.{word} [{{$r0}}], {{{{$r1}}, {{$r2}}}};",
+                read_only_args=[place, result[2 * number], result[2 * number + 1]],
+            )
             return
-        word = "f32" if self.out_type is Float32 else "s32"
-        cute.arch.inline_ptx(
-            f"st.shared.v2.{word} [{{$r0}}], {{{{$r1}}, {{$r2}}}};",
-            read_only_args=[place, result[2 * r], result[2 * r + 1]],
-        )
+        unit = cute.recast_tensor(result, {1: Int8, 2: Int16, 4: Int32}[self.unit])[number]
+        unit = unit.to(Int16) if self.unit == 1 else unit
+        cute.arch.inline_ptx(f"st.shared.b{8 * self.unit} [{{$r0}}], {{$r1}};", read_only_args=[place, unit])
 
 
 class TransposedTmaEpilogue(TmaEpilogue):

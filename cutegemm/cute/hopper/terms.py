@@ -32,13 +32,13 @@ from cutegemm.problem.program.graph import I32, Input
 def make_vectors(config: HopperConfig, signature: Signature) -> dict[str, Any]:
     """The strategy for each vector operand of the signature's epilogue, by name."""
     found: dict[str, Any] = {}
-    across = 0
+    across, neighbours = 0, 1 if signature.epilogue.gating == "pairs" else 2
     for given in config.vectors(signature):
         if config.lies_across(given):
-            found[given.name] = AcrossBias(config, given, across, config.out_columns(signature))
+            found[given.name] = AcrossBias(config, given, across, config.out_columns(signature), neighbours)
             across += 1
         else:
-            found[given.name] = DownBias(config.out_blocks(signature))
+            found[given.name] = DownBias(config.out_blocks(signature), neighbours)
     return found
 
 
@@ -61,18 +61,20 @@ def make_matrices(config: HopperConfig, signature: Signature) -> dict[str, Any]:
 class AcrossBias:
     """An operand with one number for each column of the accumulators, in shared memory."""
 
-    def __init__(self, config: HopperConfig, given: Input, number: int, columns: int) -> None:
-        """`number`: of the operand among those that lie across, each of which has rows of its own of `columns`."""
+    def __init__(self, config: HopperConfig, given: Input, number: int, columns: int, neighbours: int) -> None:
+        """`number`: of the operand among those that lie across, each of which has rows of its own of `columns`.
+        `neighbours`: columns of D that a thread has side by side in a block of 8 columns of accumulators.
+        """
         self.wide: Any = Int32 if given.type == I32 else Float32
         # Rows lie `stride` numbers apart: those of a narrow tile as far as those of the whole one.
         self.columns = self.stride = columns
-        self.first = number * config.consumers
+        self.first, self.neighbours = number * config.consumers, neighbours
 
     def start(self, memory, group, thread) -> None:
         """Binds to the rows of 32-bit numbers at shared pointer `memory`, one a warpgroup for each operand."""
         self.memory = cute.recast_ptr(memory, dtype=self.wide) + (group + self.first) * self.stride
         self.thread = thread
-        self.quad_column = 2 * (thread % 4)
+        self.quad_column = self.neighbours * (thread % 4)
 
     def load(self, source: Source, row, column, row_step, extent) -> None:
         """The operand along a tile's columns, from `column` on; `extent` entries exist. A barrier must follow."""
@@ -92,12 +94,13 @@ class AcrossBias:
 
     def fragment(self, block: int, first: int, count: int):
         """A vector for `count` blocks of 8 columns from block `first` of the tile: (c, r, j), c fastest."""
-        pairs = cute.make_rmem_tensor((2, count), self.wide)
+        own = self.neighbours
+        found = cute.make_rmem_tensor((own, count), self.wide)
         for j in range(count):
-            place = aligned(self.memory + (8 * (first + j) + self.quad_column), 8)
-            cute.autovec_copy(cute.make_tensor(place, cute.make_layout(2)), pairs[None, j])
-        both_rows = cute.make_layout((2, 2, count), stride=(1, 0, 2))
-        return cute.make_tensor(pairs.iterator, both_rows).load().reshape(4 * count)
+            place = aligned(self.memory + (4 * own * (first + j) + self.quad_column), 4 * own)
+            cute.autovec_copy(cute.make_tensor(place, cute.make_layout(own)), found[None, j])
+        both_rows = cute.make_layout((own, 2, count), stride=(1, 0, own))
+        return cute.make_tensor(found.iterator, both_rows).load().reshape(2 * own * count)
 
 
 class DownBias:
@@ -105,8 +108,8 @@ class DownBias:
 
     stride = 0
 
-    def __init__(self, blocks: int) -> None:
-        self.blocks = blocks
+    def __init__(self, blocks: int, neighbours: int) -> None:
+        self.blocks, self.neighbours = blocks, neighbours
 
     def start(self, memory, group, thread) -> None:
         """Binds to this thread of a warpgroup; no shared memory is needed."""
@@ -121,9 +124,10 @@ class DownBias:
 
     def fragment(self, block: int, first: int, count: int):
         """A vector for `count` blocks of 8 columns of the block of rows: (c, r, j), c fastest."""
-        values = cute.make_rmem_tensor(4 * count, self.values.element_type)
-        for q in range(4 * count):
-            values[q] = self.values[2 * block + ((q >> 1) & 1)]
+        size = 2 * self.neighbours * count
+        values = cute.make_rmem_tensor(size, self.values.element_type)
+        for q in range(size):
+            values[q] = self.values[2 * block + q // self.neighbours % 2]
         return values.load()
 
 

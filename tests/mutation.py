@@ -60,6 +60,7 @@ class Spec:
     sm_count: int | None = None
     uninitialized: bool = True
     epilogue: Epilogue | None = None
+    out_dtype: str | None = None
     program: str = ""
     groups: tuple[Sizes, ...] = ()
 
@@ -76,7 +77,14 @@ class Spec:
                 for sizes, (_, n, k) in zip(self.groups, self.shapes, strict=True)
             ]
         problems = [
-            Problem.of(*shape, self.dtype, majors=self.majors, precision=self.precision, epilogue=self.epilogue)
+            Problem.of(
+                *shape,
+                self.dtype,
+                majors=self.majors,
+                precision=self.precision,
+                epilogue=self.epilogue,
+                out_dtype=self.out_dtype,
+            )
             for shape in self.shapes
         ]
         kernels = [build(self.backend, problem, arch, self.config) for problem in problems]
@@ -179,6 +187,8 @@ SPECS: tuple[Spec, ...] = (
     _sm90("coop-epilogue", "64x64x64/coop1/c1x1/s3/row", "bf16", epilogue=_C_AND_BIAS, quick=True),
     _sm90("pp-epilogue-swapped", "64x32x64/pp/c1x1/s3/row/swap", "bf16", epilogue=_C_AND_BIAS),
     _sm90("pp-swapped-eights", "64x24x64/pp/c1x1/s2/row/swap", "bf16", (60, 72, 200), (8, 8, 24)),
+    _sm90("bytes", "64x64x64/coop1/c1x1/s3/row", "bf16", (136, 80, 200), (16, 16, 24), out_dtype="e4m3"),
+    _sm90("pp-bytes-swapped", "128x32x64/pp/c1x1/s3/row/swap", "bf16", (136, 80, 200), (16, 16, 24), out_dtype="e4m3"),
     _sm90("tf32", "64x64x32/coop1/c1x1/s3/row", "fp32", (136, 72, 100), (8, 8, 12), precision="tf32"),
     _sm90("halves", "128x64x128/coop2/c1x1/s2/row/half", "e4m3", (136, 80, 656), (16, 16, 16)),
     _sm90("split", "64x64x64/coop1/c1x1/s3/row/k4", "bf16", (72, 40, 328), (8, 8, 24)),

@@ -29,8 +29,6 @@ def kin(problem: Problem) -> Iterator[tuple[Problem, str]]:
     gating = problem.epilogue.gating
     if gating is not None:
         found, name = with_swiglu(problem), "the product with SwiGLU in groups"
-        if found.epilogue.gating != gating:
-            return
         if found.work == GATHERED:  # whose rows are loaded otherwise: not all configurations of groups of rows serve it
             yield from _near(found, problem, name)
     else:

@@ -222,6 +222,9 @@ def _relatives(problem: Problem) -> Iterator[tuple[Problem, str, str]]:
     if problem.epilogue.custom is not None and problem.epilogue.gating is None:
         name = f"{OF_PLAIN}{promised}"
         yield problem.without_terms(), name, f"{name} in the other 16-bit type"
+    if problem.epilogue.gating == "pairs" and problem.work == DENSE:
+        name = "tuned winner of the program with gate and up in halves"
+        yield problem.in_halves(), name, f"{name} in the other 16-bit type"
     for relative, name in kin(problem):
         yield relative, f"tuned winner of {name}", f"tuned winner of {name} in the other 16-bit type"
     usual = problem.in_measured_types()

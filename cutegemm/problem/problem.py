@@ -410,6 +410,10 @@ class Problem:
         scales = block_scales(epilogue, self.m, self.n, self.k, self.batch)
         return replace(self, epilogue=epilogue, operands=scales, outputs=())
 
+    def in_halves(self) -> Problem:
+        """The same with a program whose gate and up are halves of the columns of B instead of pairs of neighbours."""
+        return replace(self, epilogue=Epilogue(custom=replace(self.epilogue.custom, gating="halves")))
+
     def in_measured_types(self) -> Problem:
         """The same in the types in which products of its kind are measured, whose times speak for it too: all fp8
         operands run as e4m3 do, and D's type decides little.

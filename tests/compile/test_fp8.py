@@ -92,6 +92,28 @@ def test_no_spills(config, given):
     assert issued == steps * (4 if "twin" in config else 1 + of_columns if signature.promotion else 2)
 
 
+@pytest.mark.parametrize(
+    ("config", "given", "stores"),
+    [
+        ("256x128x128/coop2/c1x2/s4/serp8/zig/pdl/half", {"out_dtype": "e4m3"}, {"STS.U16": 64}),
+        ("128x256x128/coop2/c2x1/s4/serp8/zig/pdl/half", {"epilogue": blocks(), "out_dtype": "e5m2"}, {"STS.U16": 64}),
+        ("64x64x128/coop1/c1x1/s8/serp8/swap/pdl", {"out_dtype": "e4m3", "epilogue": FULL}, {"STS.U8": 32}),
+        ("128x192x128/pp/c2x1/s4/g8", {"dtype": "int8", "out_dtype": "int8"}, {"STS.U16": 96}),
+        ("128x192x128/coop2/c2x1/s4/serp8/zig/pdl", {"epilogue": gated("pairs")}, {"STS.U16": 48}),
+        ("128x192x128/coop2/c2x1/s4/serp8/zig/pdl", {"epilogue": gated("pairs", out_dtype="e4m3"), "out_dtype": "e4m3"},
+         {"STS.U8": 48}),
+    ],
+)  # fmt: skip
+def test_results_that_plain_stores_bring_to_tma(config, given, stores):
+    """A store for each two neighbours, or for each result where a thread has no neighbours of it."""
+    kernel = build(config, **given)
+    names = opcodes(kernel.cubin)
+    assert kernel.config.uses_tma_store(kernel.signature)
+    assert not spilled(kernel.cubin)
+    assert any(name.startswith("UTMASTG") for name in names)
+    assert {name: count for name, count in names.items() if name.startswith(("STS.U", "STSM"))} == stores
+
+
 def test_halves_wait_for_little_between_their_products():
     """Where a warpgroup waits between two WGMMA, the tensor cores do. The next stage's barrier is asked, without
     waiting, before the additions, and the next tile's first scales are loaded before the epilogue.

@@ -65,6 +65,18 @@ EPILOGUES: tuple[dict[str, Any], ...] = (
 )
 
 
+BYTES = tuple(
+    (f"sm90/{rest}", kind)
+    for rest, kind in (
+        ("128x64x64/coop2/c2x1/s3/serp2/zig/pdl", torch.float8_e4m3fn),
+        ("64x192x64/pp/c1x1/s3/g2", torch.float8_e5m2),
+        ("64x48x64/coop1/c1x2/s3/g2/swap/pdl", torch.float8_e5m2),
+        ("128x64x64/coop2/c1x1/s3/g2/swap/streamk", torch.float8_e4m3fn),
+    )
+)
+"""Results of one byte, whose rows of 272 bytes TMA stores."""
+
+
 def hopper_configs() -> list[tuple[str, str, str | None]]:
     """(configuration, dtype, precision) of the Hopper kernel."""
     found: list[tuple[str, str, str | None]] = []
@@ -124,6 +136,9 @@ def cases(device: str, hopper: bool) -> Iterator[tuple[Case, str]]:
             options = {**EPILOGUES[at % len(EPILOGUES)], "precision": precision}
             yield Case.random(*shape, dtype, majors=majors, seed=number, device=device, **options), config
             number += 1
+    for config, out in BYTES if hopper else ():
+        yield Case.random(133, 272, 200, "bf16", seed=number, device=device, bias=True, out_dtype=out), config
+        number += 1
 
 
 def checks(family: str) -> Iterator[Callable[[], object]]:

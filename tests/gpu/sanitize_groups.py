@@ -47,6 +47,7 @@ CONFIGS = {
 }
 HALVES = ("sm90/128x256x128/coop2/c1x1/s3/serp2/zig/pdl/half", "sm90/128x192x128/coop2/c2x1/s3/serp2/half")
 """Run with scales of blocks and gate and up of 128 columns each."""
+GATED = ((ops.swiglu, torch.bfloat16), (ops.swiglu_pairs, torch.bfloat16), (ops.swiglu, torch.float8_e4m3fn))
 KINDS = ("sum", "operand", "plain")
 SIZES = (5, 0, 37, 1, 140)
 EXTENTS = ((136, 72, 200), (67, 45, 131))
@@ -64,11 +65,13 @@ def cases(device: str) -> Iterator[tuple[GroupCase, str]]:
             case = _case(work, dtype, m, n, k, KINDS[(place + other + (n % 8 > 0)) % len(KINDS)], number, device)
             if cute.check(cute.parse(config), _problem(case), card) is None:
                 yield case, config
-    for config, work in product(HALVES, (RAGGED_M, GATHERED, SCATTERED, MASKED)):
+    for config, work, (gating, out) in product(HALVES, (RAGGED_M, GATHERED, SCATTERED, MASKED), GATED):
         number += 1
-        recipes = ("blocks", "blocks128")
-        case = GroupCase.random(work, SIZES, 200, 256, 400, "e4m3", seed=number, tail=1, device=device, recipes=recipes)
-        case.epilogue = ops.swiglu
+        case = GroupCase.random(
+            work, SIZES, 200, 256, 400, "e4m3", seed=number, tail=1, device=device, recipes=("blocks", "blocks128"),
+            out_dtype=out,
+        )  # fmt: skip
+        case.epilogue = gating
         if cute.check(cute.parse(config), _problem(case), card) is None:
             yield case, config
 

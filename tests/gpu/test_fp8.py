@@ -127,3 +127,27 @@ def test_a_captured_product_has_the_bits_of_an_eager_one(seed):
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, eager)
+
+
+@pytest.mark.parametrize("out", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+@pytest.mark.parametrize(
+    "config",
+    [
+        *HALVES[:3], "sm90/128x192x128/pp/c2x1/s4/serp8/pdl", "sm90/128x64x128/coop2/c1x2/s6/serp8/swap/pdl",
+        "sm90/64x16x128/coop1/c2x1/s8/serp8/swap/pdl", "sm90/256x112x128/coop2/c1x1/s4/serp8/swap/zig/pdl",
+    ],
+)  # fmt: skip
+def test_results_of_one_byte_have_the_bits_that_slabs_store(config, out, seed):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    fast = None if "half" in config else "fast"
+    for m, n, k in ((517, 784, 4100), (130, 272, 384), (3000, 5008, 2112)):
+        a, b = (torch.randn(rows, k, generator=generator, device="cuda").to(torch.float8_e4m3fn) for rows in (m, n))
+        scales = (torch.rand(shape, generator=generator, device="cuda") for shape in ((m, 1), (1, n)))
+        given = dict(zip(("scale_a", "scale_b"), scales, strict=True), out_dtype=out, accumulate=fast, backend="cute")
+        by_tma, by_slabs = (cutegemm.gemm(a, b.t(), config=f"{config}{slab}", **given) for slab in ("", "/slab"))
+        assert torch.equal(by_tma.view(torch.uint8), by_slabs.view(torch.uint8))
+    check(517, 784, 4096, whole=True, recipes=(None, None), out_dtype=out, accumulate=fast, seed=seed, device="cuda",
+          backend="cute", config=config)  # fmt: skip
+    for f in (776, 1024) if "swap" not in config else ():
+        check(517, f, 2100, recipes=("rows", "rows"), gating="pairs", seed=seed, device="cuda", backend="cute",
+              accumulate=fast, config=config)  # fmt: skip

@@ -149,6 +149,57 @@ def test_the_same_program_in_the_other_16_bit_type(store):
     assert chosen.why.startswith("tuned winner of the other 16-bit type")
 
 
+SIDES = (128, 4096, 14336)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out", "measured"),
+    [
+        ("e4m3", "e4m3", "e4m3 -> bf16"),
+        ("e5m2", "fp16", "e4m3 -> bf16"),
+        ("e4m3", "fp32", "e4m3 -> bf16"),
+        ("bf16", "int8", "bf16 -> bf16"),
+        ("bf16", "fp32", "bf16 -> bf16"),
+    ],
+)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_winners_of_the_usual_types_serve_others(store, dtype, out, measured, scaled):
+    """Its own comes first, and a program takes them as those of the plain product."""
+    usual = measured.split(" -> ")
+    config = f"sm90/128x96x{128 if dtype[0] == 'e' else 64}/coop2/c1x1/s3/row/k3/pdl"
+    store.record(row(Problem.of(*SIDES, usual[0], out_dtype=usual[1]), config))
+    program = f"def epilogue(acc, x0: fp32[1]) -> {out}: return acc * x0"
+    epilogue = Epilogue(
+        custom=text.parse(f"128x4096x14336 bf16->{out}/ieee/ak16/bk16/c0/d16/{program}").epilogue.custom
+    )
+    problem = Problem.of(*SIDES, dtype, out_dtype=out, epilogue=epilogue if scaled else None)
+    chosen = plan.choose(problem, H200)
+    name = plan.OF_PLAIN if scaled else "tuned winner"
+    assert (str(chosen.config), chosen.why) == (config, f"{name} for {measured}, own: 50.0 us")
+    own = config.replace("/s3/", "/s4/")
+    store.record(row(problem.without_terms(), own))
+    chosen = plan.choose(problem, H200)
+    assert (str(chosen.config), chosen.why) == (own, f"{name}, own: 50.0 us")
+
+
+@pytest.mark.parametrize(("dtype", "out"), [("int8", "bf16"), ("fp32", "bf16"), ("bf16", "bf16")])
+def test_types_that_run_otherwise_have_no_usual_ones(dtype, out):
+    problem = Problem.of(*SIDES, dtype, out_dtype=out)
+    assert problem.in_measured_types() is problem
+
+
+def test_gate_and_up_in_pairs_take_the_winner_of_halves(store):
+    """Unless its operands are swapped, which pairs cannot be."""
+    halves, pairs = gated(16), gated(16, ops.swiglu_pairs)
+    config = "sm90/64x128x128/coop1/c1x4/s4/serp8/pdl"
+    store.record(row(halves, config))
+    chosen = plan.choose(pairs, H200)
+    assert str(chosen.config) == config
+    assert chosen.why == "tuned winner of the program with gate and up in halves, own: 50.0 us"
+    store.record(row(halves, FIRST, 1e-5))
+    assert plan.choose(pairs, H200).why.startswith("heuristic")
+
+
 def test_a_winner_of_the_program_at_other_rows_takes_part(store):
     """Only of the same program: what was measured for another does not count."""
     heuristics.forget()

@@ -11,7 +11,7 @@ from cutegemm import ops
 from cutegemm.problem import Problem
 from cutegemm.problem.dtypes import PRODUCTS
 from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
-from cutegemm.problem.program.graph import Input
+from cutegemm.problem.program.graph import Input, Program
 from cutegemm.problem.program.terms import terms_of
 from cutegemm.problem.program_request import traced, with_epilogue
 
@@ -66,6 +66,17 @@ def named(text: str) -> list[Named]:
         if name not in TABLE:
             raise ValueError(f"--epilogue: got {name!r}, accepted are {', '.join(TABLE)}")
     return [TABLE[name] for name in dict.fromkeys(names)]
+
+
+def without_operands(name: str, out_dtype: str) -> Program:
+    """The program of that name into results of that dtype. Raises ValueError for one that has operands."""
+    (found,) = named(name)
+    if found.operands:
+        free = ", ".join(each for each, row in TABLE.items() if not row.operands)
+        raise ValueError(f"--epilogue: got {name} with --scaling blocks; accepted are those without operands: {free}")
+    traced_one = traced(found.function, ())
+    outputs = (each._replace(dtype=each.dtype or ("fp32" if each.reduce else out_dtype)) for each in traced_one.outputs)
+    return replace(traced_one, outputs=tuple(outputs))
 
 
 def problem(

@@ -150,10 +150,14 @@ def problems(options: argparse.Namespace) -> list[Problem]:
     if options.work == "gathered_m":
         _refuse_copied_rows(options.batch, dtypes, shapes)
     kinds = itertools.product(dtypes, shapes)
+    if options.scaling == "blocks":
+        programs = [None] if options.epilogue is None else options.epilogue.split(",")
+        return [
+            _with_scales(options, name, dtype, majors, shape)
+            for name, (dtype, (shape, majors)) in itertools.product(programs, kinds)
+        ]
     if options.epilogue is not None:
         return _with_programs(options, list(kinds))
-    if options.scaling == "blocks":
-        return [_with_scales(options, dtype, majors, shape) for dtype, (shape, majors) in kinds]
     return [
         Problem.of(
             m, n, k, dtype, majors=majors, batch=options.batch, out_dtype=options.out_dtype,
@@ -205,18 +209,27 @@ def _with_programs(options: argparse.Namespace, kinds: list[tuple[str, suites.La
     ]  # fmt: skip
 
 
-def _with_scales(options: argparse.Namespace, dtype: str, majors: str, shape: suites.Shape) -> Problem:
-    """The product of operands in blocks of K. Raises ValueError, which names an option that does not go with them."""
+def _with_scales(
+    options: argparse.Namespace, name: str | None, dtype: str, majors: str, shape: suites.Shape
+) -> Problem:
+    """The product of operands in blocks of K, with that program. Raises ValueError, which names an option that does not
+    go with them.
+    """
     from cutegemm.problem import Problem, scaling
+    from tuning import epilogues
 
     given = {"--c": options.c, "--bias": options.bias, "--activation": options.activation}
     refused = [name for name, value in given.items() if value]
     if options.precision != "ieee":
         refused.append(f"--precision {options.precision}")
     if refused:
-        raise ValueError(f"--scaling: got blocks with {refused[0]}; products are measured with scales of blocks alone")
+        raise ValueError(
+            f"--scaling: got blocks with {refused[0]}; products are measured with scales of blocks alone, or with an "
+            "--epilogue besides"
+        )
     out_dtype = options.out_dtype or "bf16"
-    epilogue = Epilogue(custom=scaling.of_blocks(dtype, out_dtype, options.work))
+    program = None if name is None else epilogues.without_operands(name, out_dtype)
+    epilogue = Epilogue(custom=scaling.of_blocks(dtype, out_dtype, options.work, program))
     return Problem.of(
         *shape, dtype, majors=majors, batch=options.batch, out_dtype=out_dtype, epilogue=epilogue, work=options.work,
         constant=options.constant,

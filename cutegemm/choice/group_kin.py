@@ -3,7 +3,8 @@
 A winner is keyed by totals: the number of groups and the ragged extent (the tokens, say), which changes with every call
 of a model. So the winner of the nearest power of two counts, as long as its configuration is valid. Gathered, scattered
 and masked products, and those with a program, take the winners of plain groups of rows; products with scales of blocks
-of K take those with such scales. Products of gate and up, whose tiles are others, take those of groups with SwiGLU.
+of K take those with such scales. Products of gate and up, whose tiles are others, take those of groups with SwiGLU,
+with or without such scales.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from cutegemm import ops
 from cutegemm.problem import Problem
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.program.known import lookup
-from cutegemm.problem.scaling import in_groups
+from cutegemm.problem.scaling import in_groups, scaled
 from cutegemm.problem.work import DENSE, GATHERED, MASKED, RAGGED_M, SCATTERED
 from cutegemm.problem.work import TABLE as WORKS
 
@@ -54,10 +55,11 @@ def _near(found: Problem, problem: Problem, name: str) -> Iterator[tuple[Problem
 
 
 def with_swiglu(problem: Problem) -> Problem:
-    """The problem with that program in place of its own, of D's dtype."""
-    program = lookup(ops.swiglu, ())
-    output = program.outputs[0]._replace(dtype=problem.out_dtype)
-    return replace(problem, epilogue=Epilogue(custom=replace(program, outputs=(output,))), operands=(), outputs=())
+    """The problem with that program in place of its own, of D's dtype, behind the same scales of blocks of K."""
+    program, product = lookup(ops.swiglu, ()), problem.without_terms()
+    program = replace(program, outputs=(program.outputs[0]._replace(dtype=problem.out_dtype),))
+    scales = product.epilogue.program.block_scales
+    return replace(product, epilogue=Epilogue(custom=scaled(program, scales.get("a"), scales.get("b"))))
 
 
 def _nearest_power(extent: int) -> int:

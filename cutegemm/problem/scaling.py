@@ -45,12 +45,13 @@ def scaled(program: Program, a: Input | None, b: Input | None) -> Program:
     return simplified(builder.program((out._replace(node=new[out.node]) for out in program.outputs), program.gating))
 
 
-def of_blocks(dtype: str, out_dtype: str, work: str = DENSE) -> Program:
+def of_blocks(dtype: str, out_dtype: str, work: str = DENSE, program: Program | None = None) -> Program:
     """The program of a product of operands in blocks, 1 x 128 of A and 128 x 128 of B, as `gemm` and `grouped_gemm`
     make it; of groups of columns 128 x 128 of A and 128 x 1 of B.
 
     Args:
         dtype, out_dtype: names of the dtypes of A and B, and of D. work: a name of `problem.work.TABLE`.
+        program: what is computed of the scaled product, into D of its own dtype; by default D is the product.
 
     Raises:
         ValueError: the dtype has no scales, or groups of the work have none of blocks.
@@ -59,8 +60,9 @@ def of_blocks(dtype: str, out_dtype: str, work: str = DENSE) -> Program:
         raise ValueError("scaling: got blocks for groups of K, which end within blocks")
     if dtype not in SCALED:
         raise ValueError(f"scaling: got operands of {dtype}; scales of blocks are for {', '.join(SCALED)}")
-    plain = Builder(())
-    program = plain.program([Output(plain.add("acc"), out_dtype)])
+    if program is None:
+        plain = Builder(())
+        program = plain.program([Output(plain.add("acc"), out_dtype)])
     kinds = ("a128", "b1") if work == RAGGED_N else ("a1", "b128")
     return in_groups(scaled(program, *(Input("", "fp32", scales=scales) for scales in kinds)), work)
 

@@ -84,7 +84,8 @@ def _with_program(text: str, aligns: str | None, out_dtype: str, n: int, work: s
     first = program.outputs[0]
     if (first.dtype, first.reduce) != (out_dtype, None) or any(output.dtype is None for output in program.outputs):
         raise ValueError(f"the program is {text!r}; accepted are a matrix in {out_dtype} and results of a dtype each")
-    gated = program.gating and not program.inputs and len(program.outputs) == 1 and work in (RAGGED_M, GATHERED)
+    alone = all(given.scales for given in program.inputs) and len(program.outputs) == 1
+    gated = program.gating and alone and work in (RAGGED_M, GATHERED)
     if work != DENSE and program != program.product and not gated:
         raise ValueError(
             f"the program is {text!r}; accepted of {work} products are scales of blocks of K alone"

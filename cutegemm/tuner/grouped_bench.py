@@ -5,8 +5,9 @@ candidate is timed with several draws of sizes, and its time is the mean over th
 that is best for one kind of sizes alone can be an eighth slower than the best for another.
 
 Groups of rows, of columns and of K are measured, with D = A B, and with scales of blocks of K; also groups of rows with
-SwiGLU, gathered or not. Masked, scattered and other gathered products take the configuration of groups of rows
-(`choice.group_kin`), other programs of gate and up that with SwiGLU, and other programs that of the plain product.
+SwiGLU, gathered or not, with such scales or without. Masked, scattered and other gathered products take the
+configuration of groups of rows (`choice.group_kin`), other programs of gate and up that with SwiGLU, and other programs
+that of the plain product.
 """
 
 from __future__ import annotations

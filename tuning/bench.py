@@ -23,7 +23,7 @@ import cutegemm
 from cutegemm.hardware.arch import Arch
 from cutegemm.hardware.roofline import roofline
 from cutegemm.problem import PRECISIONS, Problem, reference, torch_dtype
-from cutegemm.problem.dtypes import PRODUCTS, why_precision_refused
+from cutegemm.problem.dtypes import PRODUCTS, why_mixture_refused, why_precision_refused
 from cutegemm.tuner import timing
 from cutegemm.tuner.poison import poison
 from tuning import bench_report, cli, random_shapes, suites
@@ -60,7 +60,7 @@ def bench_case(
     ready: dict[str, Prepared] = {}
     verdicts: dict[str, str] = {}
     with _tf32(problem.precision == "tf32"):
-        want = reference.expected(a[rows], b, precision=problem.precision)
+        want = reference.expected(a[rows], b, precision=problem.precision, out_dtype=out.dtype)
         for provider in providers:
             try:
                 prepared = provider.prepare(problem, arch, inputs, out)
@@ -228,6 +228,9 @@ def _parser() -> argparse.ArgumentParser:
     cli.add_shapes(what)
     what.add_argument("--dtype", default="bf16", choices=tuple(PRODUCTS))
     what.add_argument("--precision", default="ieee", choices=PRECISIONS, help="for fp32")
+    what.add_argument(
+        "--out-dtype", choices=tuple(PRODUCTS), help="of D; by default as gemm has it: of fp8 bf16, of int8 int32"
+    )
     what.add_argument("--majors", default="tn", choices=["tn", "tt", "nn", "nt"], help="tn: both K-major")
     what.add_argument("--random", type=int, metavar="COUNT", default=0, help="shapes that tuning.random_shapes draws")
     random_shapes.add_option(what, " by --random")
@@ -277,6 +280,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if refused := why_precision_refused(options.dtype, options.precision):
         parser.error(f"--{refused}")
+    if refused := why_mixture_refused(options.dtype, out_dtype=options.out_dtype):
+        parser.error(f"--out-dtype: {refused}")
     try:
         shapes, providers = cli.shapes(options, [options.majors]), _providers(options)
         starts = suites.starts(options.offsets)
@@ -302,7 +307,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.random:
         problems = random_shapes.drawn(options, options.random, options.seed, options.majors, arch)
         shapes += [suites.Laid((problem.m, problem.n, problem.k), options.majors) for problem in problems]
-    asked = cases(dict.fromkeys(shapes), options.dtype, options.precision, starts, options.majors)
+    asked = cases(dict.fromkeys(shapes), options.dtype, options.precision, starts, options.majors, options.out_dtype)
     count, seconds = compile_ahead(asked, providers, arch, options.jobs)
     if count:
         print(f"compiled {count} kernels in {seconds:.0f} s")

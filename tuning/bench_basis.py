@@ -57,12 +57,14 @@ class Case:
 
 def cases(
     laid: Iterable[suites.Laid], dtype: str = "bf16", precision: str = "ieee",
-    starts: Sequence[tuple[int, int]] = ((0, 0),), usual: str = "tn",
+    starts: Sequence[tuple[int, int]] = ((0, 0),), usual: str = "tn", out_dtype: str | None = None,
 ) -> list[Case]:  # fmt: skip
-    """A case for each shape and each of the starts. usual: majors that tables need not show."""
+    """A case for each shape and each of the starts. usual: majors that tables need not show. out_dtype: of D, by
+    default as `gemm` has it.
+    """
     found = []
     for shape, majors in laid:
-        problem = Problem.of(*shape, dtype, majors=majors, precision=precision)
+        problem = Problem.of(*shape, dtype, majors=majors, precision=precision, out_dtype=out_dtype)
         for begin_a, begin_b in starts:
             size = ITEMSIZE[dtype]
             moved = replace(problem, a=_moved(problem.a, begin_a, size), b=_moved(problem.b, begin_b, size))

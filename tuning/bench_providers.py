@@ -34,6 +34,8 @@ class Torch(Provider):
         def call(a: torch.Tensor, b: torch.Tensor) -> Call:
             if a.element_size() == 1:
                 return bench_scaled.torch_call(problem, "tensor", problem.precision == "fast", a, b, out)
+            if out.dtype != a.dtype:
+                raise NotServed(f"torch.mm stores a product of {problem.dtype} as such, not as {problem.out_dtype}")
             return partial(torch.mm, a, b, out=out)
 
         try:

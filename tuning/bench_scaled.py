@@ -41,7 +41,11 @@ def torch_call(problem: Problem, recipe: str, fast: bool, a: torch.Tensor, b: to
         torch._int_mm(a, b, out=out)  # refuses 16 rows or fewer, among others
         return partial(torch._int_mm, a, b, out=out)
     scale_a, scale_b = scales(problem, recipe, a.device, columns=True)
-    call = partial(torch._scaled_mm, a, b, scale_a, scale_b, out_dtype=out.dtype, use_fast_accum=fast, out=out)
+    of_result = torch.ones((), device=a.device) if out.element_size() == 1 else None
+    call = partial(
+        torch._scaled_mm, a, b, scale_a, scale_b, scale_result=of_result, out_dtype=out.dtype, use_fast_accum=fast,
+        out=out,
+    )  # fmt: skip
     call()
     return call
 

@@ -12,6 +12,8 @@ from tests.bench_fakes import Fake, cases, results, timer
 from tests.tuning_fakes import H200
 from tuning import bench, bench_providers, bench_report, random_shapes, suites
 from tuning.bench_basis import Prepared
+from tuning.bench_basis import cases as cases_of
+from tuning.bench_providers import make
 
 
 def test_a_ratio_is_to_the_first():
@@ -126,6 +128,29 @@ def test_the_names_of_torchs_kernels(monkeypatch):
     monkeypatch.setattr(bench, "kernel_names", lambda call: (f"kernel of {tuple(call().shape)}",))
     named = bench.with_kernel_names(cases([(8, 8, 8)]), found)
     assert [r.kernels for r in named] == [("kernel of (8, 8)",), ()]
+
+
+@pytest.mark.parametrize(("dtype", "out"), [("bf16", "fp32"), ("bf16", "e4m3"), ("e4m3", "e4m3")])
+def test_results_of_another_type(dtype, out, monkeypatch):
+    """torch.mm has none; `_scaled_mm` takes the result's scale where it has one byte."""
+    asked = []
+
+    def scaled_mm(a, b, *scales, scale_result, out_dtype, use_fast_accum, out):
+        asked.append((scale_result, out_dtype))
+        out.copy_(a.float() @ b.float())
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    (case,) = cases_of([suites.Laid((64, 48, 32), "tn")], dtype, out_dtype=out)
+    providers = make(["cutegemm"], "torch")
+    found = bench.bench_case(case, providers, H200, device="cpu", timer=timer({"torch": 4.0, "cutegemm": 2.0}))
+    verdicts = {each.provider: each.verdict for each in found}
+    assert verdicts["cutegemm"] == "ok"
+    if dtype == "bf16":
+        name = f"bf16 as such, not as {out}"
+        assert verdicts["torch"] == f"not served: torch.mm stores a product of {name}"
+    else:
+        assert verdicts["torch"] == "ok"
+        assert {(float(scale), kind) for scale, kind in asked} == {(1.0, torch.float8_e4m3fn)}
 
 
 def test_inputs_lie_as_the_problem_says():

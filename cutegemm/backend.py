@@ -181,6 +181,10 @@ class Backend(ABC, Generic[C]):
         """What runs for a problem with such an operand in the place of a configuration that was chosen without."""
         return config
 
+    def stores_alike(self, config: C, problem: Problem, other: Problem) -> bool:
+        """Whether it stores a problem's results as fast as those of another, which differs in their types."""
+        return True
+
     def accumulators(self, config: C) -> int:
         """Accumulators of a thread; one with fewer has more registers for an epilogue program. Raises ValueError where
         it computes no programs.

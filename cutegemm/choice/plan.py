@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -196,9 +196,18 @@ def _tuned(problem: Problem, arch: Arch, backend: str | None, known: object) -> 
     """(backend, configuration, why) of the winner measured for this very problem or else for the nearest relative that
     has one, if it can serve the problem today; of the same in the other 16-bit type where it has none that can.
     """
-    looked_up = ((_reader().lookup_both(each, arch, known), names) for each, *names in _relatives(problem))
-    rows, names = next((found for found in looked_up if found[0] != (None, None)), ((), []))
-    for name, row in zip(names, rows, strict=True):
+    for relative, *names in _relatives(problem):
+        rows = _reader().lookup_both(relative, arch, known)
+        if rows != (None, None):
+            return _served(problem, arch, backend, relative, list(zip(names, rows, strict=True)))
+    return None
+
+
+def _served(
+    problem: Problem, arch: Arch, backend: str | None, relative: Problem, rows: Sequence[tuple[str, Any]]
+) -> tuple[str, Any, str] | None:
+    """(backend, configuration, why) of the first row that can serve the problem as it does a relative; rows have names."""
+    for name, row in rows:
         if row is None or row.seconds is None or backend not in (None, row.backend):
             continue
         serves = backends.get(row.backend)
@@ -207,6 +216,8 @@ def _tuned(problem: Problem, arch: Arch, backend: str | None, known: object) -> 
         except ValueError:  # written by a version with other configurations
             continue
         if serves.missing() or serves.check(config, problem, arch):
+            continue
+        if relative.out_dtype != problem.out_dtype and not serves.stores_alike(config, problem, relative):
             continue
         ratio = f", {row.ratio:.2f} of cuBLAS's speed" if row.ratio else ""
         return row.backend, config, f"{name}, {row.origin}: {row.seconds * 1e6:.1f} us{ratio}"

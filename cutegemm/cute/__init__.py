@@ -361,6 +361,14 @@ class CuteBackend(Backend[Any]):
         """See `Backend.for_constant`."""
         return FAMILIES[config.family].for_constant(config, problem, arch)
 
+    def stores_alike(self, config: Any, problem: Problem, other: Problem) -> bool:
+        """See `Backend.stores_alike`: not where D goes through TMA for the other one alone."""
+        if config.family != "sm90":
+            return True
+        signatures = problem.signature, other.signature
+        by_tma, other_by_tma = (config.uses_tma_store(each) for each in signatures)
+        return by_tma or not other_by_tma
+
     def accumulators(self, config: Any) -> int:
         """See `Backend.accumulators`: a configuration has them of its own, or a warp tile that its lanes share."""
         own: int | None = getattr(config, "accumulators", None)

@@ -412,7 +412,7 @@ class Problem:
 
     def in_halves(self) -> Problem:
         """The same with a program whose gate and up are halves of the columns of B instead of pairs of neighbours."""
-        return replace(self, epilogue=Epilogue(custom=replace(self.epilogue.custom, gating="halves")))
+        return replace(self, epilogue=Epilogue(custom=replace(self.epilogue.program, gating="halves")))
 
     def in_measured_types(self) -> Problem:
         """The same in the types in which products of its kind are measured, whose times speak for it too: all fp8

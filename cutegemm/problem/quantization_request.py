@@ -138,6 +138,7 @@ def check_out(
 
     contiguous: the dimension along which neighbours must be neighbours in memory.
     """
+    request.check_type(name, out)  # which refuses None too
     check_plain(**{name: out})
     (device,) = {tensor.device for tensor in inputs.values() if tensor is not None}
     if tuple(out.shape) != shape:

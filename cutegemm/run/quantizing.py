@@ -50,7 +50,7 @@ def quantize(
     else:
         values, scales = out
         inputs = {"x": x, "scale": scale}
-        quantization_request.check_out("out", values, tuple(x.shape), dtype, inputs, -2 if asked.turned else -1)
+        quantization_request.check_out("out[0]", values, tuple(x.shape), dtype, inputs, -2 if asked.turned else -1)
         if scale is None:
             inputs["out[0]"] = values
             quantization_request.check_out("out[1]", scales, asked.scales, torch.float32, inputs)

@@ -182,6 +182,14 @@ def test_winners_of_the_usual_types_serve_others(store, dtype, out, measured, sc
     assert (str(chosen.config), chosen.why) == (own, f"{name}, own: 50.0 us")
 
 
+def test_a_winner_that_stores_d_in_another_way_does_not_serve_it(store):
+    """fp32 results of swapped operands go by slabs, those of 8 and 16 bits by TMA."""
+    config = "sm90/64x64x64/coop1/c1x1/s4/row/swap"
+    store.record(row(Problem.of(*SIDES, "bf16"), config))
+    assert str(plan.choose(Problem.of(*SIDES, "bf16", out_dtype="e4m3"), H200).config) == config
+    assert plan.choose(Problem.of(*SIDES, "bf16", out_dtype="fp32"), H200).why.startswith("heuristic")
+
+
 @pytest.mark.parametrize(("dtype", "out"), [("int8", "bf16"), ("fp32", "bf16"), ("bf16", "bf16")])
 def test_types_that_run_otherwise_have_no_usual_ones(dtype, out):
     problem = Problem.of(*SIDES, dtype, out_dtype=out)

@@ -206,7 +206,7 @@ def _tuned(problem: Problem, arch: Arch, backend: str | None, known: object) -> 
 def _served(
     problem: Problem, arch: Arch, backend: str | None, relative: Problem, rows: Sequence[tuple[str, Any]]
 ) -> tuple[str, Any, str] | None:
-    """(backend, configuration, why) of the first row that can serve the problem as it does a relative; rows have names."""
+    """(backend, configuration, why) of the first of named rows that can serve the problem as it serves a relative."""
     for name, row in rows:
         if row is None or row.seconds is None or backend not in (None, row.backend):
             continue

@@ -256,7 +256,7 @@ class HopperConfig(LaunchedConfig):
             and all(aligns[each.name] >= 16 for each in matrices)
             and (signature.epilogue.gating != "pairs" or self._stores_pairs(signature))
             and (
-                self.swapped  # whose boxes have rows of 128 bytes
+                self.swapped  # whose boxes have rows of 64 columns
                 or self.store_columns(ITEMSIZE[signature.out_dtype], signature) * ITEMSIZE[signature.out_dtype] >= 32
             )
             and not (self.swapped and signature.epilogue.program.uses("partner"))

@@ -111,6 +111,13 @@ def _forms(name: str, stacked: bool, sizes: Extents, rows: Any, k: Any) -> list[
     return found
 
 
+def _shown(form: _Form) -> str:
+    """The shape of a scale, and of those of rows also the flat one, as torch has them."""
+    first, *others = form.given
+    flat = [each for each in others if form.recipe == "rows" and len(each) < len(first)]
+    return " or ".join(map(str, (first, *flat)))
+
+
 def _refusal(
     name: str, tensor: torch.Tensor, sizes: Extents, shape: tuple[int, ...], forms: list[_Form], wanted: str | None
 ) -> str:
@@ -120,8 +127,7 @@ def _refusal(
     if sizes.work == RAGGED_K and wanted == "blocks":
         return f"{got} as blocks of K; groups of K end within blocks, whose sums then have two scales. Scale rows"
     of = [form for form in forms if wanted in (None, form.recipe)]
-    accepted = dict.fromkeys(f"{form.given[0]} ({form.recipe})" for form in of)
-    shown = ", ".join(accepted)
+    shown = ", ".join(dict.fromkeys(f"{_shown(form)} ({form.recipe})" for form in of))
     more = ""
     if sizes.work == RAGGED_K:
         more = "; blocks of K have no scales here, because groups of K end within them"

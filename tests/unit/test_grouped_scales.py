@@ -80,7 +80,7 @@ WRONG = [
     ({"scale_a": torch.ones(T, 4)}, ValueError, "scale_a: got shape (130, 4); with a of shape (130, 300) and 3 groups"),
     ({"scale_a": torch.ones(2, 3)}, ValueError, "blocks of 128 rows have no scales here, because groups of rows end"),
     ({"scale_b": torch.ones(N)}, ValueError, "scale_b: got shape (260,); with b of shape (3, 300, 260) and 3 groups"),
-    ({"scale_b": torch.ones(3, 3)}, ValueError, "(3, 1, 260) (rows)"),
+    ({"scale_b": torch.ones(3, 3)}, ValueError, "(3, 1, 260) or (3, 260) (rows)"),
     ({"scale_a": torch.ones(T, 1), "scaling": "blocks"}, ValueError, "accepted are (130, 3) (blocks)"),
     ({"scale_a": torch.ones(T, 1).double()}, TypeError, "scale_a: got dtype torch.float64, accepted is torch.float32"),
     ({"scale_a": 2.0}, TypeError, "scale_a: got float, expected a torch.Tensor"),

@@ -182,7 +182,7 @@ class Backend(ABC, Generic[C]):
         return config
 
     def stores_alike(self, config: C, problem: Problem, other: Problem) -> bool:
-        """Whether it stores a problem's results as fast as those of another, which differs in their types."""
+        """Whether it stores a problem's results in the way of another, which differs in their types or in its terms."""
         return True
 
     def accumulators(self, config: C) -> int:

@@ -62,7 +62,9 @@ def check_terms(activation: Any, bias: Any) -> None:
         accepted = ", ".join(map(repr, (*ACTIVATIONS, *GATES)))
         raise ValueError(f"activation: got {request.shown(activation)}, accepted are None, {accepted}")
     if activation in GATES and bias is not None:
-        raise ValueError(f"bias: got one with activation {activation!r}, which gates products without a bias")
+        raise ValueError(
+            f"bias: got one with activation {activation!r}, which gates products without a bias; pass bias=False"
+        )
 
 
 def _check_shapes(x: torch.Tensor, weight: torch.Tensor) -> None:

@@ -227,7 +227,7 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_argument_group("what", "shapes add up; without any, 1024, 2048, 4096 and 8192 cubed")
     cli.add_shapes(what)
     what.add_argument("--dtype", default="bf16", choices=tuple(PRODUCTS))
-    what.add_argument("--precision", default="ieee", choices=PRECISIONS, help="for fp32")
+    what.add_argument("--precision", default="ieee", choices=PRECISIONS, help="fast of fp8, the others of fp32")
     what.add_argument(
         "--out-dtype", choices=tuple(PRODUCTS), help="of D; by default as gemm has it: of fp8 bf16, of int8 int32"
     )

@@ -199,6 +199,8 @@ def make(names: Sequence[str], first: str = "torch") -> list[Provider]:
     if "all" in wanted:
         wanted = [name for name in dict.fromkeys([first, *NAMES]) if name == first or installed(name)]
     for name in wanted:
+        if name not in _MAKERS and name not in names:
+            raise ValueError(f"against: got {name!r}, accepted are {', '.join(NAMES)}")
         if name not in _MAKERS:
             raise ValueError(f"providers: got {name!r}, accepted are all, {', '.join(NAMES)}")
         if not installed(name):

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out-dtype", choices=tuple(PRODUCTS), help="by default as gemm has it: of fp8 bf16, of int8 int32"
     )
-    parser.add_argument("--precision", choices=PRECISIONS, default="ieee")
+    parser.add_argument("--precision", choices=PRECISIONS, default="ieee", help="fast of fp8, the others of fp32")
     parser.add_argument(
         "--majors",
         default="tn",

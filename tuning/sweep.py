@@ -1,4 +1,4 @@
-"""Finds the fastest configuration of a shape and keeps it, for `gemm` to use: `python -m tuning.sweep --help`.
+"""Finds the fastest configuration of a shape and keeps it, for `gemm` to use.
 
     python -m tuning.sweep --shapes 4096x4096x4096,16x28672x4096 --dtype bf16
     python -m tuning.sweep --shapes 64x4096x7168 --dtype e4m3 --scaling blocks
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     kind = made.add_argument_group("the product")
     kind.add_argument("--dtype", default="bf16", help=f"{', '.join(PRODUCTS)}, comma-separated (default bf16)")
     kind.add_argument("--majors", default="tn", help="tn (both K-major, the default), tt, nn, nt, comma-separated")
-    kind.add_argument("--precision", default="ieee", choices=PRECISIONS, help="of fp32")
+    kind.add_argument("--precision", default="ieee", choices=PRECISIONS, help="fast of fp8, the others of fp32")
     kind.add_argument("--scaling", choices=RECIPES, help="of fp8 and int8: blocks measures products with scales of "
                       "1 x 128 elements of A and 128 x 128 of B; tensor and rows measure the plain product, whose "
                       "winners these recipes take")  # fmt: skip

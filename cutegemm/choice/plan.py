@@ -19,6 +19,7 @@ from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.arch import Arch
 from cutegemm.hardware.roofline import parts_of, quantization, roofline
 from cutegemm.problem import Problem
+from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.preparation import Preparation
 from cutegemm.problem.work import DENSE
 from cutegemm.problem.work import TABLE as WORKS
@@ -217,7 +218,9 @@ def _served(
             continue
         if serves.missing() or serves.check(config, problem, arch):
             continue
-        if relative.out_dtype != problem.out_dtype and not serves.stores_alike(config, problem, relative):
+        # The model knows what a program costs where slabs store D, but not what C or another type of D costs there.
+        by_model = problem.epilogue.custom is not None and relative.out_dtype == problem.out_dtype
+        if not by_model and not serves.stores_alike(config, problem, relative):
             continue
         ratio = f", {row.ratio:.2f} of cuBLAS's speed" if row.ratio else ""
         return row.backend, config, f"{name}, {row.origin}: {row.seconds * 1e6:.1f} us{ratio}"
@@ -230,7 +233,7 @@ def _relatives(problem: Problem) -> Iterator[tuple[Problem, str, str]]:
     """
     promised = f" with a constant {problem.constant.upper()}" if problem.constant else ""
     yield problem, f"tuned winner{promised}", f"tuned winner{promised} of the other 16-bit type"
-    if problem.epilogue.custom is not None and problem.epilogue.gating is None:
+    if problem.epilogue != Epilogue() and problem.epilogue.gating is None:
         name = f"{OF_PLAIN}{promised}"
         yield problem.without_terms(), name, f"{name} in the other 16-bit type"
     if problem.epilogue.gating == "pairs" and problem.work == DENSE:

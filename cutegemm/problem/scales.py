@@ -63,6 +63,10 @@ def asked(scaling: Any, scale_a: Any, scale_b: Any) -> tuple[str | None, str | N
         raise ValueError(
             f"scaling: got {request.shown(scaling)} without scale_a and scale_b; pass these, or leave it away"
         )
+    if isinstance(scaling, (tuple, list)):
+        for name, scale, wanted in (("a", scale_a, both[0]), ("b", scale_b, both[1])):
+            if scale is None and wanted is not None:
+                raise ValueError(f"scale_{name}: got None with scaling={tuple(both)}; pass it, or None in its place")
     return both[0], both[1]
 
 

@@ -182,12 +182,29 @@ def test_winners_of_the_usual_types_serve_others(store, dtype, out, measured, sc
     assert (str(chosen.config), chosen.why) == (own, f"{name}, own: 50.0 us")
 
 
+@pytest.mark.parametrize("epilogue", [Epilogue(bias_dtype="bf16"), Epilogue(bias_dtype="bf16", activation="silu")])
+def test_terms_beside_the_product_take_its_winner(store, epilogue):
+    """As a program of them does; a winner with these very terms comes first."""
+    plain = "sm90/128x256x64/coop2/c2x1/s4/serp8"
+    problem = Problem.of(4096, 4096, 4096, epilogue=epilogue)
+    store.record(row(problem.without_terms(), plain, 1e-4))
+    chosen = plan.choose(problem, H200)
+    assert (str(chosen.config), chosen.why.split(",")[0]) == (plain, plan.OF_PLAIN)
+    own = "sm90/128x128x64/coop2/c2x1/s4/serp8"
+    store.record(row(problem, own, 2e-4))
+    assert str(plan.choose(problem, H200).config) == own
+
+
 def test_a_winner_that_stores_d_in_another_way_does_not_serve_it(store):
     """fp32 results of swapped operands go by slabs, those of 8 and 16 bits by TMA."""
     config = "sm90/64x64x64/coop1/c1x1/s4/row/swap"
     store.record(row(Problem.of(*SIDES, "bf16"), config))
     assert str(plan.choose(Problem.of(*SIDES, "bf16", out_dtype="e4m3"), H200).config) == config
     assert plan.choose(Problem.of(*SIDES, "bf16", out_dtype="fp32"), H200).why.startswith("heuristic")
+    wide, with_c = "sm90/256x208x64/coop2/c1x2/s3/serp8/zig/pdl", Epilogue(c_dtype="bf16")
+    store.record(row(Problem.of(4096, 4096, 4096), wide))
+    assert str(plan.choose(Problem.of(4096, 4096, 4096, epilogue=Epilogue(bias_dtype="bf16")), H200).config) == wide
+    assert plan.choose(Problem.of(4096, 4096, 4096, epilogue=with_c), H200).why.startswith("heuristic")
 
 
 @pytest.mark.parametrize(("dtype", "out"), [("int8", "bf16"), ("fp32", "bf16"), ("bf16", "bf16")])

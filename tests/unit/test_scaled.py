@@ -61,6 +61,10 @@ def test_a_shape_of_two_recipes_takes_the_cheaper_which_means_the_same():
         ({"scale_a": torch.ones(M, 1).half()}, TypeError, "scale_a: got dtype torch.float16, accepted"),
         ({"scale_a": torch.ones(()), "scaling": "rows"}, ValueError, r"accepted are \(300, 1\) \(rows\)"),
         ({"scaling": "rows"}, ValueError, "scaling: got 'rows' without scale_a and scale_b"),
+        (
+            {"scale_a": torch.ones(()), "scaling": ("tensor", "rows")}, ValueError,
+            r"scale_b: got None with scaling=\('tensor', 'rows'\); pass it, or None in its place",
+        ),
         ({"scale_a": torch.ones(()), "scaling": "mx"}, ValueError, "scaling: got 'mx', accepted are None, 'tensor'"),
         ({"accumulate": "fast", "scale_a": torch.ones(M, 4)}, ValueError, r"accumulate: got 'fast' with scales"),
         ({"accumulate": "slow"}, ValueError, "accumulate: got 'slow', accepted are None, 'promoted', 'fast'"),

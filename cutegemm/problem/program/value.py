@@ -314,7 +314,7 @@ def integer(op: str, symbol: str, *given: Any) -> Value:
     if any(each.type != I32 for each in values):
         fail(f"{symbol} is for int32 only (indices, int32 operands): fp32 has + - * /")
     if op in ("ifloordiv", "imod") and values[1]._trace.builder.value(values[1]._number) == 0:
-        fail(f"{symbol} by zero")
+        fail(f"{symbol} by zero; accepted are other constants, and int32 operands")
     return values[0]._trace.add(op, *(each._number for each in values))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 from cutegemm import backend as backends
 from cutegemm import native
 from cutegemm.backend import Backend, Kernel, Preparer
-from cutegemm.choice.group_kin import kin
+from cutegemm.choice.relatives import OF_PLAIN, relatives
 from cutegemm.errors import UnsupportedError
 from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.arch import Arch
 from cutegemm.hardware.roofline import parts_of, quantization, roofline
 from cutegemm.problem import Problem
-from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.preparation import Preparation
 from cutegemm.problem.work import DENSE
 from cutegemm.problem.work import TABLE as WORKS
@@ -28,8 +27,6 @@ from cutegemm.run.environment import is_on
 DEFAULT_EMULATED_ARCH = "sm_90a"
 ASKED_FOR = "asked for"
 """Why a configuration or a backend that a call names runs."""
-OF_PLAIN = "tuned winner of the plain product"
-"""Why a program runs a configuration that was measured without it."""
 PROGRAM_GAINS = 0.98
 """With a program another configuration replaces the winner of the plain product where the model estimates that it takes
 less than this share of the winner's time."""
@@ -197,7 +194,7 @@ def _tuned(problem: Problem, arch: Arch, backend: str | None, known: object) -> 
     """(backend, configuration, why) of the winner measured for this very problem or else for the nearest relative that
     has one, if it can serve the problem today; of the same in the other 16-bit type where it has none that can.
     """
-    for relative, *names in _relatives(problem):
+    for relative, *names in relatives(problem):
         rows = _reader().lookup_both(relative, arch, known)
         if rows != (None, None):
             return _served(problem, arch, backend, relative, list(zip(names, rows, strict=True)))
@@ -225,27 +222,6 @@ def _served(
         ratio = f", {row.ratio:.2f} of cuBLAS's speed" if row.ratio else ""
         return row.backend, config, f"{name}, {row.origin}: {row.seconds * 1e6:.1f} us{ratio}"
     return None
-
-
-def _relatives(problem: Problem) -> Iterator[tuple[Problem, str, str]]:
-    """(problem, whose winner that is, whose it is in the other 16-bit type), the nearest first: the problem, and others
-    whose winner may serve it.
-    """
-    promised = f" with a constant {problem.constant.upper()}" if problem.constant else ""
-    yield problem, f"tuned winner{promised}", f"tuned winner{promised} of the other 16-bit type"
-    if problem.epilogue != Epilogue() and problem.epilogue.gating is None:
-        name = f"{OF_PLAIN}{promised}"
-        yield problem.without_terms(), name, f"{name} in the other 16-bit type"
-    if problem.epilogue.gating == "pairs" and problem.work == DENSE:
-        name = "tuned winner of the program with gate and up in halves"
-        yield problem.in_halves(), name, f"{name} in the other 16-bit type"
-    for relative, name in kin(problem):
-        yield relative, f"tuned winner of {name}", f"tuned winner of {name} in the other 16-bit type"
-    usual = problem.in_measured_types()
-    if usual is not problem:
-        types = f" for {usual.dtype} -> {usual.out_dtype}"
-        for relative, whose, other in _relatives(usual):
-            yield relative, whose + types, other + types
 
 
 def _last_resort(problem: Problem, why: str) -> Choice:

@@ -410,24 +410,6 @@ class Problem:
         scales = block_scales(epilogue, self.m, self.n, self.k, self.batch)
         return replace(self, epilogue=epilogue, operands=scales, outputs=())
 
-    def in_halves(self) -> Problem:
-        """The same with a program whose gate and up are halves of the columns of B instead of pairs of neighbours."""
-        return replace(self, epilogue=Epilogue(custom=replace(self.epilogue.program, gating="halves")))
-
-    def in_measured_types(self) -> Problem:
-        """The same in the types in which products of its kind are measured, whose times speak for it too: all fp8
-        operands run as e4m3 do, and D's type decides little.
-        """
-        dtype = "e4m3" if TYPES[self.dtype].family == "fp8" else self.dtype
-        result, program = TYPES[dtype].output, self.epilogue.custom
-        if ITEMSIZE[result] > 2 or (dtype, result) == (self.dtype, self.out_dtype):
-            return self
-        epilogue = self.epilogue
-        if program is not None:
-            first = program.outputs[0]._replace(dtype=result)
-            epilogue = replace(epilogue, custom=replace(program, outputs=(first, *program.outputs[1:])))
-        return replace(self, dtype=dtype, b_dtype=None, out_dtype=result, epilogue=epilogue)
-
     @property
     def sizes(self) -> str:
         """The sizes as the text form begins with them."""

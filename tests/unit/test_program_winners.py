@@ -7,6 +7,7 @@ import torch
 
 from cutegemm import ops
 from cutegemm.choice import heuristics, plan
+from cutegemm.choice.relatives import in_measured_types
 from cutegemm.problem import Problem, text
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.program_request import describe
@@ -210,7 +211,7 @@ def test_a_winner_that_stores_d_in_another_way_does_not_serve_it(store):
 @pytest.mark.parametrize(("dtype", "out"), [("int8", "bf16"), ("fp32", "bf16"), ("bf16", "bf16")])
 def test_types_that_run_otherwise_have_no_usual_ones(dtype, out):
     problem = Problem.of(*SIDES, dtype, out_dtype=out)
-    assert problem.in_measured_types() is problem
+    assert in_measured_types(problem) is problem
 
 
 def test_gate_and_up_in_pairs_take_the_winner_of_halves(store):

@@ -37,8 +37,8 @@ LAYERS = {
     "tuner": "cutegemm.tuner.*",
     "kernels": "cutegemm.cute.* cutegemm.cutlass2x.* legacy_cuda.* cutegemm.torch_backend cutegemm.torch_grouped",
     "choice": """
-        cutegemm.choice.plan cutegemm.choice.group_kin cutegemm.choice.relatives cutegemm.choice.prepared cutegemm.choice.heuristics
-        cutegemm.choice.spills""",
+        cutegemm.choice.plan cutegemm.choice.group_kin cutegemm.choice.relatives cutegemm.choice.prepared
+        cutegemm.choice.heuristics cutegemm.choice.spills""",
     "winners": "cutegemm.winners.*",
     "what a backend is": "cutegemm.backend",
     "cost model": """

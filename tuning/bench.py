@@ -281,7 +281,7 @@ def main(arguments: list[str] | None = None) -> int:
     if refused := why_precision_refused(options.dtype, options.precision):
         parser.error(f"--{refused}")
     if refused := why_mixture_refused(options.dtype, out_dtype=options.out_dtype):
-        parser.error(f"--out-dtype: {refused}")
+        parser.error(refused.replace("out_dtype", "--out-dtype", 1))
     try:
         shapes, providers = cli.shapes(options, [options.majors]), _providers(options)
         starts = suites.starts(options.offsets)

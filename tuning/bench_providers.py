@@ -199,10 +199,9 @@ def make(names: Sequence[str], first: str = "torch") -> list[Provider]:
     if "all" in wanted:
         wanted = [name for name in dict.fromkeys([first, *NAMES]) if name == first or installed(name)]
     for name in wanted:
-        if name not in _MAKERS and name not in names:
-            raise ValueError(f"against: got {name!r}, accepted are {', '.join(NAMES)}")
         if name not in _MAKERS:
-            raise ValueError(f"providers: got {name!r}, accepted are all, {', '.join(NAMES)}")
+            argument, accepted = ("providers", ("all", *NAMES)) if name in names else ("against", NAMES)
+            raise ValueError(f"{argument}: got {name!r}, accepted are {', '.join(accepted)}")
         if not installed(name):
             how = bench_scaled.HOW_TO_INSTALL.get(name, "")
             raise ValueError(f"providers: {name!r} needs {_MAKERS[name][2]}, which is not installed{how}")

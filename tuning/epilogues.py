@@ -74,9 +74,13 @@ def without_operands(name: str, out_dtype: str) -> Program:
     if found.operands:
         free = ", ".join(each for each, row in TABLE.items() if not row.operands)
         raise ValueError(f"--epilogue: got {name} with --scaling blocks; accepted are those without operands: {free}")
-    traced_one = traced(found.function, ())
-    outputs = (each._replace(dtype=each.dtype or ("fp32" if each.reduce else out_dtype)) for each in traced_one.outputs)
-    return replace(traced_one, outputs=tuple(outputs))
+    return _resolved(traced(found.function, ()), out_dtype)
+
+
+def _resolved(program: Program, out_dtype: str) -> Program:
+    """The program with a dtype for each result: that of D where none is said, fp32 for what is reduced."""
+    outputs = (each._replace(dtype=each.dtype or ("fp32" if each.reduce else out_dtype)) for each in program.outputs)
+    return replace(program, outputs=tuple(outputs))
 
 
 def problem(
@@ -100,8 +104,7 @@ def problem(
     found = traced(program.function, inputs)
     if found.uses("partner") and n % 2:
         raise ValueError(f"--epilogue: got a program of pairs of columns with N = {n}, expected an even number")
-    outputs = (each._replace(dtype=each.dtype or ("fp32" if each.reduce else own)) for each in found.outputs)
-    found = replace(found, outputs=tuple(outputs))
+    found = _resolved(found, own)
     posed = Problem.of(m, n, k, dtype, out_dtype=own, batch=batch, epilogue=Epilogue(custom=found), **options)
     terms = terms_of(found, ACTIVATIONS)
     return posed if terms is None else with_epilogue(posed.without_program(), found, terms, posed.operands, ())

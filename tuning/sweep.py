@@ -210,7 +210,7 @@ def _with_programs(options: argparse.Namespace, kinds: list[tuple[str, suites.La
 
 
 def _with_scales(
-    options: argparse.Namespace, name: str | None, dtype: str, majors: str, shape: suites.Shape
+    options: argparse.Namespace, program: str | None, dtype: str, majors: str, shape: suites.Shape
 ) -> Problem:
     """The product of operands in blocks of K, with that program. Raises ValueError, which names an option that does not
     go with them.
@@ -228,8 +228,8 @@ def _with_scales(
             "--epilogue besides"
         )
     out_dtype = options.out_dtype or "bf16"
-    program = None if name is None else epilogues.without_operands(name, out_dtype)
-    epilogue = Epilogue(custom=scaling.of_blocks(dtype, out_dtype, options.work, program))
+    behind = None if program is None else epilogues.without_operands(program, out_dtype)
+    epilogue = Epilogue(custom=scaling.of_blocks(dtype, out_dtype, options.work, behind))
     return Problem.of(
         *shape, dtype, majors=majors, batch=options.batch, out_dtype=out_dtype, epilogue=epilogue, work=options.work,
         constant=options.constant,

@@ -16,6 +16,7 @@ from typing import Any
 from cutegemm import ops
 from cutegemm.problem import Problem
 from cutegemm.problem.epilogue import Epilogue
+from cutegemm.problem.program.graph import Program
 from cutegemm.problem.program.known import lookup
 from cutegemm.problem.scaling import in_groups, scaled
 from cutegemm.problem.work import DENSE, GATHERED, MASKED, RAGGED_M, SCATTERED
@@ -56,10 +57,15 @@ def _near(found: Problem, problem: Problem, name: str) -> Iterator[tuple[Problem
 
 def with_swiglu(problem: Problem) -> Problem:
     """The problem with that program in place of its own, of D's dtype, behind the same scales of blocks of K."""
-    program, product = lookup(ops.swiglu, ()), problem.without_terms()
-    program = replace(program, outputs=(program.outputs[0]._replace(dtype=problem.out_dtype),))
+    program, product = into(lookup(ops.swiglu, ()), problem.out_dtype), problem.without_terms()
     scales = product.epilogue.program.block_scales
     return replace(product, epilogue=Epilogue(custom=scaled(program, scales.get("a"), scales.get("b"))))
+
+
+def into(program: Program, dtype: str) -> Program:
+    """The program with D in that dtype."""
+    first, *more = program.outputs
+    return replace(program, outputs=(first._replace(dtype=dtype), *more))
 
 
 def _nearest_power(extent: int) -> int:

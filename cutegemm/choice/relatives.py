@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cutegemm.choice.group_kin import kin
+from cutegemm.choice.group_kin import into, kin
 from cutegemm.problem import ITEMSIZE, Problem
 from cutegemm.problem.dtypes import TYPES
 from cutegemm.problem.epilogue import Epilogue
@@ -29,7 +29,7 @@ def relatives(problem: Problem) -> Iterator[tuple[Problem, str, str]]:
         yield problem.without_terms(), name, f"{name} in the other 16-bit type"
     if problem.epilogue.gating == "pairs" and problem.work == DENSE:
         name = "tuned winner of the program with gate and up in halves"
-        halves = Epilogue(custom=replace(problem.epilogue.program, gating="halves"))
+        halves = replace(problem.epilogue, custom=replace(problem.epilogue.program, gating="halves"))
         yield replace(problem, epilogue=halves), name, f"{name} in the other 16-bit type"
     for relative, name in kin(problem):
         yield relative, f"tuned winner of {name}", f"tuned winner of {name} in the other 16-bit type"
@@ -46,8 +46,5 @@ def in_measured_types(problem: Problem) -> Problem:
     result, program = TYPES[dtype].output, problem.epilogue.custom
     if ITEMSIZE[result] > 2 or (dtype, result) == (problem.dtype, problem.out_dtype):
         return problem
-    epilogue = problem.epilogue
-    if program is not None:
-        first = program.outputs[0]._replace(dtype=result)
-        epilogue = replace(epilogue, custom=replace(program, outputs=(first, *program.outputs[1:])))
+    epilogue = problem.epilogue if program is None else replace(problem.epilogue, custom=into(program, result))
     return replace(problem, dtype=dtype, b_dtype=None, out_dtype=result, epilogue=epilogue)

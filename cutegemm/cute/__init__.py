@@ -99,7 +99,7 @@ def _same(config: Any, problem: Problem, arch: Arch) -> Any:
     return config
 
 
-def _always(config: Any, signature: Signature) -> bool:
+def _always(config: Any, *about: Any) -> bool:
     return True
 
 
@@ -122,7 +122,7 @@ class Family:
         splits: of a candidate's text and a signature, the splits of K that it may also have.
         shortlist: of (signature, arch, m, n, k, batch): (text, whether K is split) of the candidates to compare for
             about these sizes; all are compared where it names none.
-        uses_constant, for_constant: those of `Backend`.
+        stores_alike, uses_constant, for_constant: those of `Backend`.
         capability: the least compute capability of GPUs that it runs on. forward: whether it runs on newer ones too.
         automatic: one that is not serves only calls that name a configuration.
         clips: whether its loads end where a row does: alignment of an operand then means that of its rows' beginnings.
@@ -144,6 +144,7 @@ class Family:
     splits: Callable[[str, Signature], tuple[int, ...]] = _no_splits
     shortlist: Callable[[Signature, Arch, int, int, int, int], list[tuple[str, bool]]] = _all
     tries: Callable[[Any, Signature], bool] = _always
+    stores_alike: Callable[[Any, Problem, Problem], bool] = _always
     uses_constant: Callable[[Any, Problem], bool] = _never
     for_constant: Callable[[Any, Problem, Arch], Any] = _same
     capability: tuple[int, int] = (8, 0)
@@ -177,6 +178,7 @@ FAMILIES: dict[str, Family] = {
         splits=hopper_candidates.splits,
         tries=hopper_candidates.tries,
         shortlist=hopper_candidates.shortlist,
+        stores_alike=hopper_candidates.stores_alike,
         uses_constant=hopper_candidates.uses_constant,
         for_constant=hopper_candidates.for_constant,
         capability=(9, 0),
@@ -362,12 +364,8 @@ class CuteBackend(Backend[Any]):
         return FAMILIES[config.family].for_constant(config, problem, arch)
 
     def stores_alike(self, config: Any, problem: Problem, other: Problem) -> bool:
-        """See `Backend.stores_alike`: not where D goes through TMA for the other one alone."""
-        if config.family != "sm90":
-            return True
-        signatures = problem.signature, other.signature
-        by_tma, other_by_tma = (config.uses_tma_store(each) for each in signatures)
-        return by_tma or not other_by_tma
+        """See `Backend.stores_alike`."""
+        return FAMILIES[config.family].stores_alike(config, problem, other)
 
     def accumulators(self, config: Any) -> int:
         """See `Backend.accumulators`: a configuration has them of its own, or a warp tile that its lanes share."""

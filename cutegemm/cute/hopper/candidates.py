@@ -211,6 +211,11 @@ def tries(config: HopperConfig, signature: Signature) -> bool:
     return ITEMSIZE[signature.dtype] > 1 or byte_candidates.tries(config, signature)
 
 
+def stores_alike(config: HopperConfig, problem: Problem, other: Problem) -> bool:
+    """See `Backend.stores_alike`: not where D goes through TMA for the other one alone."""
+    return config.uses_tma_store(problem.signature) or not config.uses_tma_store(other.signature)
+
+
 def uses_constant(config: HopperConfig, problem: Problem) -> bool:
     """Whether the kernel of a configuration makes use of the problem's constant operand.
 

@@ -224,11 +224,11 @@ class HopperConfig(LaunchedConfig):
         Several results go this way together, or none does: all must be aligned and have one itemsize.
 
         An fp32 result of swapped operands cannot go this way: 64 columns of it, which a warpgroup has of a row of D,
-        are wider than TMA's swizzle. Matrix operands need registers, those that come as fragments straight from
-        global memory the most. Reduced results need registers too, those over rows and over columns together the
-        most. So tiles with many accumulators are left out: the limits are those up to which ptxas spilled nothing
-        (tests/compile/test_program_outputs.py), but for some swapped tiles of more than 128 columns, where
-        `choice.spills` takes a lighter one.
+        are wider than TMA's swizzle. Matrix operands need registers, most of all those that come as fragments
+        straight from global memory. Reduced results need registers too, most of all where some are over rows and
+        others over columns. So tiles with many accumulators are left out: the limits are those up to which ptxas
+        spilled nothing (tests/compile/test_program_outputs.py), but for some swapped tiles of more than 128 columns,
+        where `choice.spills` takes a lighter one.
         """
         matrices, reductions = self.matrices(signature), signature.epilogue.reductions
         aligns = {"c": signature.align_c, **signature.epilogue.matrices}

@@ -78,7 +78,7 @@ class TmaEpilogue:
         self.program, self.gated = whole.program_of(signature), signature.epilogue.gating is not None
         self.read = whole.reader(signature)
         # Results that a thread has side by side in a block of 8 columns, which are `block` of D.
-        self.neighbours = 1 if signature.epilogue.gating == "pairs" else 2
+        self.neighbours = terms.neighbours(signature)
         self.block = 4 * self.neighbours
         self.itemsize = self.out_type.width // 8
         self.columns = config.store_columns(self.itemsize, signature)
@@ -87,9 +87,6 @@ class TmaEpilogue:
         # A warpgroup's buffers of one result; those of the next follow.
         self.result_bytes = config.store_buffers * self.buffer_bytes
         self.group_bytes = len(self.results) * self.result_bytes
-        # log2 of the 16-byte pieces of a row: the swizzle's bits. Rows of 128, 64 or 32 bytes repeat it every 1024,
-        # 512, 256.
-        self.swizzle_bits = (self.row_bytes // 16).bit_length() - 1
         self.sources = sources(signature)
         self.vectors = terms.make_vectors(config, signature)
         self.matrices = terms.make_matrices(config, signature)
@@ -97,6 +94,11 @@ class TmaEpilogue:
         self.staged = next((each for each in self.matrices.values() if each.staged), None)
         plan = config.through_ring(signature)
         self.ahead: Any = None if plan is None else Ahead(config, signature, plan, self)
+
+    @property
+    def swizzle_bits(self) -> int:
+        """log2 of the 16-byte pieces of a row. Rows of 128, 64, 32 bytes repeat their swizzle every 1024, 512, 256."""
+        return (self.row_bytes // 16).bit_length() - 1
 
     def narrowed(self, columns: int) -> TmaEpilogue:
         """The same for the first so many columns of a tile, of accumulators of their own.
@@ -417,7 +419,6 @@ class TransposedTmaEpilogue(TmaEpilogue):
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
         super().__init__(config, signature)
         self.row_bytes = self.itemsize * BLOCK_ROWS
-        self.swizzle_bits = (self.row_bytes // 16).bit_length() - 1
 
     def box(self) -> tuple[int, int]:
         return self.columns, BLOCK_ROWS

@@ -29,16 +29,21 @@ from cutegemm.problem import Signature
 from cutegemm.problem.program.graph import I32, Input
 
 
+def neighbours(signature: Signature) -> int:
+    """Results that a thread has side by side in a block of 8 columns of accumulators."""
+    return 1 if signature.epilogue.gating == "pairs" else 2
+
+
 def make_vectors(config: HopperConfig, signature: Signature) -> dict[str, Any]:
     """The strategy for each vector operand of the signature's epilogue, by name."""
     found: dict[str, Any] = {}
-    across, neighbours = 0, 1 if signature.epilogue.gating == "pairs" else 2
+    across, beside = 0, neighbours(signature)
     for given in config.vectors(signature):
         if config.lies_across(given):
-            found[given.name] = AcrossBias(config, given, across, config.out_columns(signature), neighbours)
+            found[given.name] = AcrossBias(config, given, across, config.out_columns(signature), beside)
             across += 1
         else:
-            found[given.name] = DownBias(config.out_blocks(signature), neighbours)
+            found[given.name] = DownBias(config.out_blocks(signature), beside)
     return found
 
 

@@ -56,6 +56,8 @@ PROBLEMS = [
         5, 16, 24, 2, "bf16", "bf16", "ieee", ODD, Matrix(24, 16, 1, 24, 0, 16), None, Matrix(5, 16, 16, 1, 80, 16),
         Epilogue(),
     ),
+    Problem.of(16, 24, 32, "e4m3", out_dtype="e4m3"),
+    Problem.of(16, 24, 32, "bf16", out_dtype="e5m2"),
 ]  # fmt: skip
 
 
@@ -68,8 +70,8 @@ def test_a_right_kernel_is_right(problem, monkeypatch, seed):
     assert len(bench._inputs) == -(-3 * 1000 // problem.min_bytes)
     assert len({x.data_ptr() for x, _ in bench._inputs}) == len(bench._inputs)
     for x, y in bench._inputs:
-        assert torch.equal(x, bench._inputs[0][0])
-        assert torch.equal(y, bench._inputs[0][1])
+        assert torch.equal(x.float(), bench._inputs[0][0].float())
+        assert torch.equal(y.float(), bench._inputs[0][1].float())
         assert x.stride() == (problem.a.stride_batch, problem.a.stride_row, problem.a.stride_col)
         assert float(x.float().std()) > 0.5
 

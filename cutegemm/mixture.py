@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from cutegemm import replacing
+from cutegemm import gating, replacing
 from cutegemm.moe import DTYPES, check_precision, moe
 from cutegemm.problem.grouped_request import MOST_GROUPS
-from cutegemm.problem.reference import activate
-from cutegemm.pytorch.mlp import check_activation, reshape_weight
+from cutegemm.pytorch.mlp import reshape_weight
 from cutegemm.pytorch.sharded import is_distributed
 from cutegemm.quantized_linear import check_quantized
 from cutegemm.quantized_mixture import Fp8MoE
@@ -25,7 +24,8 @@ class MoE(replacing.Translating):
 
     Parameters: `gate_up_proj` (num_experts, 2 * hidden_features, in_features), the rows of gate first, and `down_proj`
     (num_experts, out_features, hidden_features), by the names and in the layout of the stacked experts of Hugging
-    Face's models; with `top_k`, also `router.weight` (num_experts, in_features).
+    Face's models; with `bias`, also `gate_up_proj_bias` (num_experts, 2 * hidden_features) and `down_proj_bias`
+    (num_experts, out_features); with `top_k`, `router.weight` (num_experts, in_features).
 
     Args:
         top_k: makes a `TopKRouter`, which chooses so many experts for each token. Without it, and without `router`,
@@ -33,7 +33,10 @@ class MoE(replacing.Translating):
         router: a module of yours in its place: called with the input, it returns (experts, weights) as `cutegemm.moe`
             takes them.
         out_features: by default in_features.
-        activation, precision, backend: as in `cutegemm.moe`.
+        bias: whether both products have one.
+        transposed: whether the weights lie the other way, (num_experts, in_features, 2 * hidden_features) and
+            (num_experts, hidden_features, out_features), as those of gpt-oss.
+        activation, interleaved, precision, backend: as in `cutegemm.moe`.
 
     Raises:
         TypeError: a size is no integer, or the router no module.
@@ -51,30 +54,43 @@ class MoE(replacing.Translating):
         dtype: Any = None,
         *,
         router: torch.nn.Module | None = None,
-        activation: str = "silu",
+        bias: bool = False,
+        activation: str | gating.Function = "silu",
+        interleaved: bool = False,
+        transposed: bool = False,
         precision: str | None = None,
         backend: str = "auto",
     ) -> None:
         super().__init__()
         options = {"device": device, "dtype": dtype}
         *shapes, router = sized(in_features, hidden_features, num_experts, top_k, out_features, router, **options)
-        gate_up, down = (torch.nn.Parameter(torch.empty(shape, **options)) for shape in shapes)
-        self._configure(gate_up, down, router, activation, precision, backend)
+        for name, given in (("bias", bias), ("transposed", transposed)):
+            replacing.check_constant(name, given)
+        biases = [shape[:2] if bias else None for shape in shapes]
+        if transposed:
+            shapes = [(count, columns, rows) for count, rows, columns in shapes]
+        parts = [None if each is None else torch.nn.Parameter(torch.empty(each, **options)) for each in shapes + biases]
+        form = gating.Form(activation, interleaved)
+        self._configure(parts, router, form, transposed, precision, backend)
         self.reset_parameters()
 
     def _configure(
-        self, gate_up: torch.nn.Parameter, down: torch.nn.Parameter, router: torch.nn.Module | None, activation: str,
-        precision: str | None, backend: str,
+        self, parts: Sequence[torch.nn.Parameter | None], router: torch.nn.Module | None, form: gating.Form,
+        transposed: bool, precision: str | None, backend: str,
     ) -> None:  # fmt: skip
-        check_activation(activation)
+        gating.check_form(*form)
         _check_options(precision, backend)
         if router is not None and not isinstance(router, torch.nn.Module):
             raise TypeError(f"router: got {type(router).__name__}, expected a torch.nn.Module or None")
-        self.gate_up_proj, self.down_proj, self.router = gate_up, down, router
-        self.activation, self.precision, self.backend = activation, precision, backend
+        for name, part in zip(NAMES, parts, strict=True):
+            self.register_parameter(name, part)
+        self.router, self.transposed = router, transposed
+        self.activation, self.interleaved = form
+        self.precision, self.backend = precision, backend
 
     def _translate(self, state: dict[str, Any], prefix: str) -> None:
-        reshape_weight(state, f"{prefix}gate_up_proj", self.gate_up_proj)
+        if not (self.transposed or self.interleaved):
+            reshape_weight(state, f"{prefix}gate_up_proj", self.gate_up_proj)
 
     @property
     def num_experts(self) -> int:
@@ -82,9 +98,13 @@ class MoE(replacing.Translating):
         return self.gate_up_proj.shape[0]
 
     def reset_parameters(self) -> None:
-        """Draws the experts' weights as torch.nn.Linear does: uniform within 1 / sqrt of the number of inputs."""
-        replacing.draw(self.gate_up_proj)
-        replacing.draw(self.down_proj)
+        """Draws what the experts have as torch.nn.Linear does: uniform within 1 / sqrt of the number of inputs."""
+        biases = self.gate_up_proj_bias, self.down_proj_bias
+        for weight, bias in zip(as_used(self.gate_up_proj, self.down_proj, self.transposed), biases, strict=True):
+            replacing.draw(weight)
+            if bias is not None:
+                bound = max(weight.shape[-1], 1) ** -0.5
+                torch.nn.init.uniform_(bias, -bound, bound)
 
     def forward(
         self, input: torch.Tensor, experts: torch.Tensor | None = None, weights: torch.Tensor | None = None
@@ -97,14 +117,19 @@ class MoE(replacing.Translating):
         """
         experts, weights = choose(self.router, input, experts, weights)
         return moe(
-            input, experts, weights, self.gate_up_proj, self.down_proj, activation=self.activation,
-            precision=self.precision, backend=self.backend,
+            input, experts, weights, *as_used(self.gate_up_proj, self.down_proj, self.transposed),
+            b_gate_up=self.gate_up_proj_bias, b_down=self.down_proj_bias, activation=self.activation,
+            interleaved=self.interleaved, precision=self.precision, backend=self.backend,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        count, rows, hidden = self.down_proj.shape
-        text = f"in_features={self.gate_up_proj.shape[-1]}, hidden_features={hidden}, num_experts={count}"
-        return f"{text}, out_features={rows}, activation={self.activation!r}"
+        gate_up, down = as_used(self.gate_up_proj, self.down_proj, self.transposed)
+        count, rows, hidden = down.shape
+        text = f"in_features={gate_up.shape[-1]}, hidden_features={hidden}, num_experts={count}, out_features={rows}"
+        has = {
+            "bias": self.gate_up_proj_bias is not None, "interleaved": self.interleaved, "transposed": self.transposed
+        }  # fmt: skip
+        return ", ".join([text, f"activation={self.activation!r}", *(f"{name}=True" for name in has if has[name])])
 
     @classmethod
     def from_weights(
@@ -112,23 +137,49 @@ class MoE(replacing.Translating):
         gate_up: torch.nn.Parameter,
         down: torch.nn.Parameter,
         *,
+        b_gate_up: torch.nn.Parameter | None = None,
+        b_down: torch.nn.Parameter | None = None,
         router: torch.nn.Module | None = None,
-        activation: str = "silu",
+        activation: str | gating.Function = "silu",
+        interleaved: bool = False,
+        transposed: bool = False,
         precision: str | None = None,
         backend: str = "auto",
     ) -> MoE:
-        """A MoE with these very parameters, (E, 2 F, in) and (E, out, F), not copies.
+        """A MoE with these very parameters, (E, 2 F, in) and (E, out, F) (the other way if transposed), and biases
+        (E, 2 F) and (E, out), not copies.
 
         Raises TypeError for what is no parameter, ValueError for other shapes, activation, precision or backend.
         """
-        for name, each in (("gate_up", gate_up), ("down", down)):
-            if not isinstance(each, torch.nn.Parameter):
+        parts = {"gate_up": gate_up, "down": down, "b_gate_up": b_gate_up, "b_down": b_down}
+        for number, (name, each) in enumerate(parts.items()):
+            if not isinstance(each, torch.nn.Parameter) and (number < 2 or each is not None):
                 raise TypeError(f"{name}: got {type(each).__name__}, expected a torch.nn.Parameter")
-        check_fit(gate_up, down)
+        replacing.check_constant("transposed", transposed)
+        check_fit(gate_up, down, transposed)
+        form = gating.Form(activation, interleaved)
+        gating.check(form, *as_used(gate_up, down, transposed), b_gate_up, b_down)
         made = cls.__new__(cls)
         torch.nn.Module.__init__(made)
-        made._configure(gate_up, down, router, activation, precision, backend)
+        made._configure(list(parts.values()), router, form, transposed, precision, backend)
         return made
+
+
+NAMES = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+"""The parameters of a MoE, and of Hugging Face's stacked experts."""
+
+
+def as_used(gate_up: torch.Tensor, down: torch.Tensor, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights as `cutegemm.moe` takes them."""
+    return (gate_up.mT, down.mT) if transposed else (gate_up, down)
+
+
+class Stacked(NamedTuple):
+    """How a module computes a mixture with stacked weights."""
+
+    form: gating.Form
+    transposed: bool = False
+    biased: bool = False
 
 
 def replace_moe(
@@ -141,18 +192,20 @@ def replace_moe(
     scaling: str | tuple[str, str] = "rows",
     accumulate: str | None = None,
 ) -> torch.nn.Module:
-    """Replaces the experts of Hugging Face's Mixtral, Qwen3-MoE and similar models, in place, by `MoE`.
+    """Replaces the experts of Hugging Face's Mixtral, Qwen3-MoE, gpt-oss and similar models, in place, by `MoE`.
 
-    These are modules, since transformers 5, whose parameters are gate_up_proj (E, 2 F, H) and down_proj (E, H, F), in
-    fp16, bf16 or fp32, with act_fn SiLU or a GELU, called with the tokens, their experts and the weights. One is
-    replaced when it computes what `cutegemm.moe` does, which is tried on two random tokens, one of them so large that a
-    gate which clamps its input is found, unless its weights are on the meta device. Parameters are kept, not
-    copied, with their names in state_dict; the router stays the model's. Left as they are: other modules, experts with
-    a bias, transposed, sharded (expert parallelism, DTensors), quantized, or with a hook, more than 1024 of them, and
-    those for which `where(name, module)` is false.
+    These are modules, since transformers 5, whose parameters are gate_up_proj (E, 2 F, H) and down_proj (E, H, F), or
+    transposed, in fp16, bf16 or fp32, and gate_up_proj_bias and down_proj_bias or neither, called with the tokens,
+    their experts and the weights. Their act_fn is SiLU or a GELU; or they have a gating of their own, with a limit as
+    gpt-oss, MiniMax-M3 and DeepSeek-V4 do (`cutegemm.ops.clamped_swiglu`). One is replaced when it computes what
+    `cutegemm.moe` does, which is tried on two random tokens, one of them so large that a gate which clamps its input is
+    found, unless its weights are on the meta device. Parameters are kept, not copied, with their names in state_dict;
+    the router stays the model's. Left as they are: other modules, experts that are sharded (expert parallelism,
+    DTensors), quantized, or with a hook, more than 1024 of them, and those for which `where(name, module)` is false.
 
     With `dtype` ("fp8", "int8" or another one that `Fp8Linear` takes) the replacement is an `Fp8MoE`, whose weights are
     quantized now, with `scaling` and `accumulate` as there, and a `MoE` is replaced, too; `precision` is then refused.
+    Experts with biases, a limit, interleaved or transposed weights stay as they are then.
 
     Returns:
         `model`, or its replacement when it is such a module itself. A UserWarning says when nothing was replaced.
@@ -165,11 +218,11 @@ def replace_moe(
     replacing.check(model, where)
     _check_options(precision, backend)
     check_quantized(dtype, scaling, accumulate, precision, backend)
-    activation_in, options = _gated_activation, {}
+    stacked_in, options = _stacked_experts, {}
     if dtype is not None:
-        activation_in, options = _quantizable, {"dtype": dtype, "scaling": scaling, "accumulate": accumulate}
+        stacked_in, options = _quantizable, {"dtype": dtype, "scaling": scaling, "accumulate": accumulate}
     replaced = functools.partial(_replaced, **options)
-    return replacing.replace_gated(model, where, precision, backend, activation_in, replaced, "replace_moe")
+    return replacing.replace_gated(model, where, precision, backend, stacked_in, replaced, "replace_moe")
 
 
 def _check_options(precision: Any, backend: Any) -> None:
@@ -178,67 +231,97 @@ def _check_options(precision: Any, backend: Any) -> None:
     check_precision(precision)
 
 
-def _gated_activation(module: torch.nn.Module) -> str | None:
-    """The activation of a module that looks like stacked experts, None for any other."""
-    if isinstance(module, torch.jit.ScriptModule):  # whose parts are no dict
+def _stacked_experts(module: torch.nn.Module) -> Stacked | None:
+    """How a module that looks like stacked experts computes, None for any other."""
+    if isinstance(module, (MoE, torch.jit.ScriptModule)):  # the parts of the latter are no dict
         return None
-    if set(module._parameters) != {"gate_up_proj", "down_proj"} or set(module._modules) - {"act_fn"}:
+    biased = len(module._parameters) == len(NAMES)
+    if set(module._parameters) != set(NAMES if biased else NAMES[:2]) or set(module._modules) - {"act_fn"}:
         return None
-    gate_up, down = module.gate_up_proj, module.down_proj
-    if any(type(each) not in replacing.PARAMETERS or each.dtype not in DTYPES for each in (gate_up, down)):
+    if any(type(x) not in replacing.PARAMETERS or x.dtype not in DTYPES for x in module._parameters.values()):
         return None
-    shapes = tuple(gate_up.shape), tuple(down.shape)
-    if not fit(*shapes) or shapes[0][2] != shapes[1][1] or not 1 <= shapes[0][0] <= MOST_GROUPS or 0 in shapes[0]:
+    weights = module.gate_up_proj, module.down_proj
+    if any(each.dim() != 3 for each in weights):
+        return None
+    transposed = not fit(*(tuple(each.shape) for each in weights))
+    gate_up, down = (tuple(each.shape) for each in as_used(*weights, transposed))
+    if not fit(gate_up, down) or gate_up[2] != down[1] or not 1 <= gate_up[0] <= MOST_GROUPS or 0 in gate_up:
+        return None
+    if biased and (module.gate_up_proj_bias.shape != gate_up[:2] or module.down_proj_bias.shape != down[:2]):
         return None
     if module._buffers or any(replacing.is_altered(each) for each in (module, *module.children())):
         return None
-    gating = getattr(module, "_apply_gate", None)  # transformers sets a default where a class has none of its own
-    if getattr(gating, "__name__", "_default_apply_gate") != "_default_apply_gate":
+    if getattr(module, "_is_expert_parallel", False):
         return None
-    if isinstance(module, MoE) or getattr(module, "_is_expert_parallel", False):
-        return None
-    return replacing.activation_of(getattr(module, "act_fn", None))
+    activation = _activation_of(module)
+    form = None if activation is None else gating.Form(activation, getattr(module, "is_concatenated", True) is False)
+    return None if form is None else Stacked(form, transposed, biased)
 
 
-def _quantizable(module: torch.nn.Module) -> str | None:
-    """The activation of stacked experts, or of a MoE whose weights can be quantized; None for any other module."""
+def _activation_of(module: torch.nn.Module) -> str | gating.Function | None:
+    """What a module of transformers says it makes of gate and up; None for what is not known here."""
+    own = getattr(module, "_apply_gate", None)  # transformers sets a default where a class has none of its own
+    if getattr(own, "__name__", "_default_apply_gate") == "_default_apply_gate":
+        return replacing.activation_of(getattr(module, "act_fn", None))
+    limit, alpha = (
+        next((found for name in names if isinstance(found := getattr(module, name, None), (int, float))), None)
+        for names in (("limit", "swiglu_limit"), ("alpha", "swiglu_alpha"))
+    )
+    if limit is None:
+        return None
+    return gating.ClampedSwiglu(limit) if alpha is None else gating.ClampedSwiglu(limit, alpha, 1.0)
+
+
+def _quantizable(module: torch.nn.Module) -> Stacked | None:
+    """The same of stacked experts, or of a MoE, whose weights can be quantized; None for any other module."""
     if type(module) is not MoE:
-        return _gated_activation(module)
+        found = _stacked_experts(module)
+        return found if found is not None and found == Stacked(found.form) and found.form.is_plain else None
+    form = gating.Form(module.activation, module.interleaved)
     parts = module.gate_up_proj, module.down_proj
     unlike = replacing.is_altered(module) or any(
         replacing.computes_itself(x) or is_distributed(x) or x.dtype not in DTYPES or not x.numel() or x.is_neg()
         for x in parts
     )
-    return None if unlike or not fit(*(tuple(x.shape) for x in parts)) else module.activation
+    more = module.transposed or not form.is_plain
+    more = more or module.gate_up_proj_bias is not None or module.down_proj_bias is not None
+    return None if unlike or more or not fit(*(tuple(x.shape) for x in parts)) else Stacked(form)
 
 
-def _replaced(module: Any, activation: str, precision: str | None, backend: str, **options: Any) -> torch.nn.Module:
+def _replaced(module: Any, stacked: Stacked, precision: str | None, backend: str, **options: Any) -> torch.nn.Module:
     """The MoE for a module, an Fp8MoE if the options have a dtype; the module where it computes something else."""
     own = isinstance(module, MoE)
-    if not own and replacing.has_values(module.gate_up_proj) and not _is_like_ours(module, activation):
+    if not own and replacing.has_values(module.gate_up_proj) and not _is_like_ours(module, stacked):
         return module
-    weights = module.gate_up_proj, module.down_proj
+    weights, (activation, interleaved) = (module.gate_up_proj, module.down_proj), stacked.form
     made: MoE | Fp8MoE
     if options:
         router = module.router if own else None
-        made = Fp8MoE.from_weights(*weights, router=router, activation=activation, backend=backend, **options)
+        made = Fp8MoE.from_weights(*weights, router=router, activation=str(activation), backend=backend, **options)
     else:
-        made = MoE.from_weights(*weights, activation=activation, precision=precision, backend=backend)
+        biases = (module.gate_up_proj_bias, module.down_proj_bias) if stacked.biased else (None, None)
+        made = MoE.from_weights(
+            *weights, b_gate_up=biases[0], b_down=biases[1], activation=activation, interleaved=interleaved,
+            transposed=stacked.transposed, precision=precision, backend=backend,
+        )  # fmt: skip
     made.training = module.training  # alone: a router has its own
     return made
 
 
-def _is_like_ours(module: Any, activation: str) -> bool:
+def _is_like_ours(module: Any, stacked: Stacked) -> bool:
     """Whether a module computes what `cutegemm.moe` does, with the first and the last of its experts."""
+    form = stacked.form
 
-    def attempt(gate_up_proj: Any, down_proj: Any) -> Any:
-        x, experts = replacing.probe(gate_up_proj[0]), (0, gate_up_proj.shape[0] - 1)
+    def attempt(gate_up_proj: Any, down_proj: Any, **biases: Any) -> Any:
+        wide, narrow = as_used(gate_up_proj, down_proj, stacked.transposed)
+        x, experts = replacing.probe(wide[0]), (0, wide.shape[0] - 1)
         chosen = torch.tensor([experts] * 2, device=x.device)
         weights = torch.tensor([[0.75, 0.25], [0.5, 0.25]], dtype=x.dtype, device=x.device)
-        want = torch.zeros(2, down_proj.shape[1], device=x.device)
+        want = torch.zeros(2, narrow.shape[1], device=x.device)
         for expert, weight in zip(experts, weights.float().t(), strict=True):
-            gate, up = (x.float() @ gate_up_proj[expert].float().t()).chunk(2, -1)
-            want += (activate(gate, activation) * up) @ down_proj[expert].float().t() * weight[:, None]
+            of_both, of_down = (biases[name][expert].float() if biases else 0.0 for name in NAMES[2:])
+            gate, up = form.divided(x.float() @ wide[expert].float().t() + of_both)
+            want += (form.function()(gate, up) @ narrow[expert].float().t() + of_down) * weight[:, None]
         return want, (x, chosen, weights)
 
     return replacing.computes(module, attempt)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cutegemm import backend as backends
-from cutegemm import native
+from cutegemm import gating, native
 from cutegemm.grouped import by_operator, grouped_gemm
 from cutegemm.problem import packing, request
 from cutegemm.problem.dtypes import dtype_name
@@ -55,7 +55,10 @@ def moe(
     w_gate_up: torch.Tensor,
     w_down: torch.Tensor,
     *,
-    activation: str = "silu",
+    b_gate_up: torch.Tensor | None = None,
+    b_down: torch.Tensor | None = None,
+    activation: str | gating.Function = "silu",
+    interleaved: bool = False,
     precision: str | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
@@ -73,23 +76,34 @@ def moe(
             token's result is NaN all the same, and so are gradients of an expert's weights.
         weights: (..., top_k): the weight of each expert's result; fp32, fp16 or bf16, whatever x is.
         w_gate_up: (E, 2 F, H), the rows of gate first, as Hugging Face's models stack them, or (E, 2, F, H); dtype of
-            x, 1 to 1024 experts.
-        w_down: (E, H_out, F), dtype of x.
-        activation: "silu" (SwiGLU), "gelu", "gelu_tanh" or "relu".
+            x, 1 to 1024 experts. Any strides: of weights (E, H, 2 F) pass `w_gate_up.mT`.
+        w_down: (E, H_out, F), dtype of x, any strides.
+        b_gate_up, b_down: (E, 2 F), in the order of w_gate_up's rows, and (E, H_out): biases of the two products; fp32,
+            fp16 or bf16.
+        activation: "silu" (SwiGLU), "gelu", "gelu_tanh" or "relu"; or a function of gate and up that returns the hidden
+            layer, written as an epilogue is (`cutegemm.ops`). That of gpt-oss is
+            `lambda gate, up: ops.clamped_swiglu(gate, up, limit=7.0, alpha=1.702, offset=1.0)`.
+        interleaved: whether rows of gate and of up take turns in w_gate_up, gate first, as gpt-oss has them.
         precision: None or "ieee". backend: as of `grouped_gemm`.
 
     Returns:
         (..., H_out), of x's dtype (under autocast, of autocast's). Products are accumulated in fp32 and rounded to that
         dtype; a token's rounded results are added in fp32 and rounded once more.
 
-    Gradients of x, weights, w_gate_up and w_down are recorded, to any order, and deterministic. torch.compile takes the
-    call into its graph, and other numbers of tokens compile nothing new with dynamic shapes. Autocast casts x,
-    w_gate_up and w_down. Forward mode and torch.vmap are not supported.
+    Gradients of x, weights, w_gate_up, w_down and biases are recorded, to any order, and deterministic. torch.compile
+    takes the call into its graph, and other numbers of tokens compile nothing new with dynamic shapes. Autocast casts
+    x, w_gate_up and w_down. Forward mode and torch.vmap are not supported. With biases, a function for `activation`, or
+    `interleaved`, a call is made of two `grouped_gemm`s, in Python, and DTensors are refused.
 
     Raises:
         TypeError, ValueError: a bad argument; the message names it, what was given and what is accepted.
         UnsupportedError, GemmError, NotImplementedError: as `grouped_gemm`.
     """
+    form = gating.Form(activation, interleaved)
+    if not (form.is_plain and b_gate_up is None and b_down is None):
+        biases = b_gate_up, b_down
+        return _by_calls(x, experts, weights, w_gate_up, w_down, *biases, form, precision, backend)
+    assert isinstance(activation, str)
     tell = False
     if not torch.compiler.is_dynamo_compiling() and (serves := native.mixture) is not None:
         found = serves(x, experts, weights, w_gate_up, w_down, activation, precision, backend)
@@ -126,6 +140,41 @@ def moe(
         result = settings.composed(routing.by_torch(chosen, None, groups), *operands, scales)
     else:
         result = Mixture.apply(*operands, scales, *routed(chosen, scales.detach(), groups, backend), *settings)
+    return result.view(*x.shape[:-1], w_down.shape[1])
+
+
+def _by_calls(
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor,
+    b_gate_up: torch.Tensor | None, b_down: torch.Tensor | None, form: gating.Form, precision: str | None, backend: str,
+) -> torch.Tensor:  # fmt: skip
+    """`moe` of any form, by calls that know every order of derivative."""
+    check(x, experts, weights, w_gate_up, w_down, "silu", precision, backend)
+    gating.check(form, w_gate_up, w_down, b_gate_up, b_down)
+    biases = [each for each in (b_gate_up, b_down) if each is not None]
+    if sharded.is_distributed(x, experts, weights, w_gate_up, w_down, *biases):
+        raise ValueError("moe: with biases, interleaved=True or a function for activation it takes no DTensors")
+    kind = x.device.type
+    if autocast.is_on(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        precision = None if x.dtype == torch.float32 and dtype != torch.float32 else precision
+        x, w_gate_up, w_down = x.to(dtype), w_gate_up.to(dtype), w_down.to(dtype)
+        with torch.autocast(kind, enabled=False):
+            return _by_calls(x, experts, weights, w_gate_up, w_down, b_gate_up, b_down, form, precision, backend)
+    settings, groups = Settings("silu", precision, backend), w_gate_up.shape[0]
+    tokens, chosen, scales = by_tokens(x, experts, weights)
+    scales = scales.masked_fill(chosen != chosen.clamp(0, groups - 1), 0)
+    # The sorted weights have no gradient, so they are gathered again.
+    route = routed(chosen, scales.detach(), groups, backend)
+    weight = _of_rows(scales, route)
+    of_gate_up = [] if b_gate_up is None else [each[:, None] for each in form.divided(b_gate_up)]
+    epilogue = form.first_epilogue(bool(of_gate_up))
+    h = settings.hidden(tokens, _stacked(w_gate_up), weight, route, epilogue, of_gate_up)
+    if b_down is None:
+        result = settings.combined(h, w_down.mT, route, experts.shape[-1])
+    else:
+        given = {"text": gating.second_epilogue, "operands": (weight, b_down[:, None])}
+        rows = settings.product(h, w_down.mT, route.ends, **given)
+        result = combine(rows, route.row_of, experts.shape[-1], backend)
     return result.view(*x.shape[:-1], w_down.shape[1])
 
 
@@ -211,22 +260,24 @@ class Settings(NamedTuple):
     backend: str
 
     def product(
-        self, a: Any, b: Any, ends: Any, *, text: str = PRODUCT, operands: Any = (), rows: Any = None, out: Any = None
+        self, a: Any, b: Any, ends: Any, *, text: Any = PRODUCT, operands: Any = (), rows: Any = None, out: Any = None
     ) -> Any:
-        """`grouped_gemm` with these settings and the program of this text."""
+        """`grouped_gemm` with these settings and the program of this text, or an epilogue."""
         options: dict[str, Any] = {"precision": self.precision, "backend": self.backend}
+        if not isinstance(text, str):
+            return grouped_gemm(a, b, ends, rows=rows, epilogue=text, operands=operands, out=out, **options)
         if torch.compiler.is_dynamo_compiling():
             sizes = Sizes(ends, None, rows)
             return by_operator(a, b, sizes, text, operands, out, None, {**options, "config": None}, None)
         return grouped_gemm(a, b, ends, rows=rows, epilogue=program_of(text), operands=operands, out=out, **options)
 
-    def hidden(self, x: Any, gate_up: Any, weight: Any, route: Routing, text: str) -> Any:
+    def hidden(self, x: Any, gate_up: Any, weight: Any, route: Routing, text: Any, biases: Any = ()) -> Any:
         """H, (tokens * top_k, F) in sorted order, and what else the program gives; weight: of each row, (rows, 1)."""
         rows = route.rows
         symbolic = torch.compiler.is_dynamo_compiling() or is_beyond_autograd(x, gate_up)
         if not symbolic and _spreads_first(x, len(rows), gate_up):
             x, rows = spread(x, rows, route.row_of, len(rows) // x.shape[0], self.backend), None
-        return self.product(x, gate_up.mT, route.ends, text=text, operands=(weight,), rows=rows)
+        return self.product(x, gate_up.mT, route.ends, text=text, operands=(weight, *biases), rows=rows)
 
     def combined(self, rows: Any, b: Any, route: Routing, top_k: int) -> Any:
         """rows @ b in groups, and each token's rows added up: (tokens, columns of b)."""

@@ -204,30 +204,30 @@ def replace_gated(
     where: Callable[[str, torch.nn.Module], bool] | None,
     precision: str | None,
     backend: str,
-    activation_in: Callable[[torch.nn.Module], str | None],
-    replaced: Callable[[Any, str, str | None, str], torch.nn.Module],
+    gate_in: Callable[[torch.nn.Module], Any],
+    replaced: Callable[[Any, Any, str | None, str], torch.nn.Module],
     caller: str,
 ) -> torch.nn.Module:
-    """`replace_modules` of those with an activation that `where` chooses; each is looked at once.
+    """`replace_modules` of those with a gate that `where` chooses; each is looked at once.
 
     Args:
-        activation_in: the activation of a module that can be replaced, None for any other.
-        replaced: makes the replacement of such a module, from the module, its activation, precision and backend.
+        gate_in: the activation, or what else is to be known, of a module that can be replaced; None for any other.
+        replaced: makes the replacement of such a module, from the module, what was known, precision and backend.
 
     The caller has checked the arguments: `check`, and `check_options` or more.
     """
-    found: dict[int, str | None] = {}
+    found: dict[int, Any] = {}
     made: dict[int, torch.nn.Module] = {}
 
     def is_chosen(name: str, module: torch.nn.Module) -> bool:
         if id(module) not in found:
-            activation = activation_in(module)
-            found[id(module)] = activation if activation is not None and is_chosen_by(where, name, module) else None
+            gate = gate_in(module)
+            found[id(module)] = gate if gate is not None and is_chosen_by(where, name, module) else None
         return found[id(module)] is not None
 
     def replacement(module: torch.nn.Module) -> torch.nn.Module:
         if id(module) not in made:
-            made[id(module)] = replaced(module, str(found[id(module)]), precision, backend)
+            made[id(module)] = replaced(module, found[id(module)], precision, backend)
         return made[id(module)]
 
     return replace_modules(model, is_chosen, replacement, caller, 4)

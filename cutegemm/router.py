@@ -84,11 +84,16 @@ def fit(gate_up: tuple[int, ...], down: tuple[int, ...]) -> bool:
     return len(gate_up) == len(down) == 3 and gate_up[0] == down[0] and gate_up[1] == 2 * down[2]
 
 
-def check_fit(gate_up: torch.Tensor, down: torch.Tensor) -> None:
-    """Raises ValueError unless these weights, (E, 2 F, in) and (E, out, F), are those of one mixture."""
+def check_fit(gate_up: torch.Tensor, down: torch.Tensor, transposed: bool = False) -> None:
+    """Raises ValueError unless these weights, (E, 2 F, in) and (E, out, F), are those of one mixture.
+
+    transposed: their last two extents lie the other way.
+    """
     shapes = tuple(gate_up.shape), tuple(down.shape)
-    if not fit(*shapes):
-        raise ValueError(f"gate_up, down: got shapes {shapes[0]}, {shapes[1]}, expected (E, 2 F, in), (E, out, F)")
+    turned = [(*shape[:-2], *shape[:-3:-1]) for shape in shapes] if transposed else shapes
+    if not fit(*turned):
+        expected = "(E, in, 2 F), (E, F, out)" if transposed else "(E, 2 F, in), (E, out, F)"
+        raise ValueError(f"gate_up, down: got shapes {shapes[0]}, {shapes[1]}, expected {expected}")
 
 
 def choose(router: torch.nn.Module | None, input: Any, experts: Any, weights: Any) -> tuple[Any, Any]:

@@ -13,15 +13,31 @@ ACTIVATIONS = {
 }
 
 
-def exact(x, experts, weights, gate_up, down, activation="silu"):
-    """By torch's operators in float64, expert by expert."""
+def exact(x, experts, weights, gate_up, down, activation="silu", biases=(0, 0), interleaved=False):
+    """By torch's operators in float64, expert by expert. activation: a name, or a function of gate and up."""
     x, weights, gate_up, down = (each.double() for each in (x, weights, gate_up, down))
+    of_both, of_down = (each.double() if isinstance(each, torch.Tensor) else [0] * len(down) for each in biases)
     result = x.new_zeros(*x.shape[:-1], down.shape[1])
     for number, (wide, narrow) in enumerate(zip(gate_up, down, strict=True)):
-        gate, up = (x @ wide.t()).chunk(2, -1)
+        both = x @ wide.t() + of_both[number]
+        gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, -1)
+        hidden = ACTIVATIONS[activation](gate) * up if isinstance(activation, str) else activation(gate, up)
         share = torch.where(experts == number, weights, 0).sum(-1, keepdim=True)
-        result = result + share * ((ACTIVATIONS[activation](gate) * up) @ narrow.t())
+        result = result + share * (hidden @ narrow.t() + of_down[number])
     return result
+
+
+def clamped(gate, up, limit=0.7, alpha=1.702, offset=1.0):
+    """What `ops.clamped_swiglu` computes, by torch's operators as gpt-oss's experts have them."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + offset) * (gate * torch.sigmoid(gate * alpha))
+
+
+def drawn_biases(gate_up, down, dtype=torch.float32, seed=0):
+    """(b_gate_up, b_down) for these weights."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    shapes = gate_up.shape[:2], down.shape[:2]
+    return [torch.randn(shape, generator=generator).to(down.device, dtype).requires_grad_() for shape in shapes]
 
 
 def drawn(tokens=(7,), top_k=2, count=5, columns=8, hidden=6, rows=None, dtype=torch.float32, seed=0, device="cpu"):

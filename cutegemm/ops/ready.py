@@ -5,13 +5,13 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
-from cutegemm.ops.elements import Operand, abs, gelu, gelu_tanh, relu, silu, where
+from cutegemm.ops.elements import Operand, abs, clamp, gelu, gelu_tanh, minimum, relu, sigmoid, silu, where
 from cutegemm.ops.places import column, halves, pairs, partner, random, repeated, row
 from cutegemm.problem.program import value
 
 __all__ = [
-    "alibi", "causal", "dropout", "geglu", "geglu_pairs", "geglu_tanh", "geglu_tanh_pairs", "reglu", "reglu_pairs",
-    "rope", "scaled", "swiglu", "swiglu_pairs",
+    "alibi", "causal", "clamped_swiglu", "dropout", "geglu", "geglu_pairs", "geglu_tanh", "geglu_tanh_pairs", "reglu",
+    "reglu_pairs", "rope", "scaled", "swiglu", "swiglu_pairs",
 ]  # fmt: skip
 
 
@@ -93,6 +93,19 @@ def reglu_pairs(acc: Operand) -> Any:
     """
     gate, up = pairs(acc)
     return relu(gate) * up
+
+
+def clamped_swiglu(gate: Operand, up: Operand, limit: Operand, alpha: Operand = 1.0, offset: Operand = 0.0) -> Any:
+    """g sigmoid(alpha g) (clamp(up, -limit, limit) + offset) with g = minimum(gate, limit), elementwise.
+
+    Experts of gpt-oss have limit=7, alpha=1.702 and offset=1 with (gate, up) = pairs(acc), those of DeepSeek-V4 a limit
+    alone with halves(acc) (transformers 5.17).
+
+    >>> clamped_swiglu(torch.tensor([9.0, 0.0]), torch.tensor([1.0, 5.0]), 7.0)
+    tensor([6.9936, 0.0000])
+    """
+    gate = minimum(gate, limit)
+    return gate * sigmoid(gate * alpha) * (clamp(up, -limit, limit) + offset)
 
 
 def dropout(x: Operand, p: Operand, seed: Operand) -> Any:

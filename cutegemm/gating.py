@@ -1,0 +1,154 @@
+"""Experts that are more than act(gate) * up: with biases, a function of the caller's, or gate and up side by side.
+
+`moe` computes their mixture by calls of `grouped_gemm`, whose epilogues are made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from cutegemm import ops
+from cutegemm.errors import EpilogueError
+from cutegemm.problem import request
+from cutegemm.problem.dtypes import TERMS, torch_dtype
+from cutegemm.problem.program.known import lookup
+from cutegemm.pytorch.mlp import GATES
+
+_BIASES = tuple(torch_dtype(name) for name in TERMS if torch_dtype(name).is_floating_point)
+_ACCEPTED = f"{', '.join(map(repr, GATES))}, and a function of gate and up"
+
+
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """`ops.clamped_swiglu` with these numbers, as an activation that can be pickled."""
+
+    limit: float
+    alpha: float = 1.0
+    offset: float = 0.0
+
+    def __call__(self, gate: Any, up: Any) -> Any:
+        return ops.clamped_swiglu(gate, up, self.limit, self.alpha, self.offset)
+
+
+Function = Callable[[Any, Any], Any]
+"""Of gate and up, values of an epilogue or tensors, to the hidden layer."""
+
+
+def _by_name(activation: Callable[[Any], Any]) -> Function:
+    return lambda gate, up: activation(gate) * up
+
+
+def _clamped(limit: float, alpha: float, offset: float) -> Function:
+    return lambda gate, up: ops.clamped_swiglu(gate, up, limit, alpha, offset)
+
+
+_FUNCTIONS: dict[Any, Function] = {
+    "silu": _by_name(ops.silu), "gelu": _by_name(ops.gelu), "gelu_tanh": _by_name(ops.gelu_tanh),
+    "relu": _by_name(ops.relu),
+}  # fmt: skip
+"""One for each activation that is none, so that `lookup` knows it again."""
+
+
+class Form(NamedTuple):
+    """What is between the products of a mixture, and how gate and up lie.
+
+    activation: a name of `mlp.GATES`, or a function. interleaved: whether rows of gate and of up take turns; else those
+    of gate come first.
+    """
+
+    activation: str | Function = "silu"
+    interleaved: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is act(gate) * up of halves, which the fastest ways of `moe` compute."""
+        return isinstance(self.activation, str) and not self.interleaved
+
+    def function(self) -> Function:
+        """What is computed of gate and up."""
+        given = self.activation
+        if isinstance(given, str):
+            return _FUNCTIONS[given]
+        if not isinstance(given, ClampedSwiglu):
+            return given
+        made = _clamped(given.limit, given.alpha, given.offset)
+        # Dynamo would guard what the dict holds.
+        return made if torch.compiler.is_dynamo_compiling() else _FUNCTIONS.setdefault(given, made)
+
+    def divided(self, both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(gate, up) of a tensor that has columns of both."""
+        gate, up = ops.pairs(both) if self.interleaved else ops.halves(both)
+        return gate, up
+
+    def first_epilogue(self, biased: bool) -> Callable[..., Any]:
+        """The epilogue of the first product: of accumulators, each row's weight, and where asked for the biases of gate
+        and of up.
+        """
+        split, hidden = ops.pairs if self.interleaved else ops.halves, self.function()
+
+        def plain(acc: Any, weight: Any) -> Any:
+            gate, up = split(acc)
+            return hidden(gate, up) * weight
+
+        def with_biases(acc: Any, weight: Any, of_gate: Any, of_up: Any) -> Any:
+            gate, up = split(acc)
+            return hidden(gate + of_gate, up + of_up) * weight
+
+        return with_biases if biased else plain
+
+
+def second_epilogue(acc: Any, weight: Any, bias: Any) -> Any:
+    """The epilogue of the second product, whose rows carry their weight already."""
+    return acc + weight * bias
+
+
+def check(form: Form, w_gate_up: Any, w_down: Any, b_gate_up: Any, b_down: Any) -> None:
+    """Raises TypeError or ValueError naming the argument, what was given and what is accepted. The weights fit."""
+    activation, interleaved = form
+    check_form(activation, interleaved)
+    if interleaved and w_gate_up.dim() == 4:
+        raise ValueError(
+            f"interleaved: got True with w_gate_up of shape {tuple(w_gate_up.shape)}, which stacks gate and up; "
+            "expected (E, 2 F, H)"
+        )
+    count, rows, hidden = w_down.shape
+    for name, bias, extent in (("b_gate_up", b_gate_up, 2 * hidden), ("b_down", b_down, rows)):
+        if bias is None:
+            continue
+        request.check_type(name, bias)
+        if bias.is_nested or bias.layout != torch.strided:
+            raise TypeError(f"{name}: got a nested tensor or layout {bias.layout}, expected a dense (strided) one")
+        request.check_device(name, bias, w_gate_up.device, "w_gate_up")
+        if bias.dtype not in _BIASES:
+            raise TypeError(f"{name}: got dtype {bias.dtype}, accepted are {', '.join(map(str, _BIASES))}")
+        if bias.dim() != 2 or bias.shape[0] != count or bias.shape[1] != extent:
+            raise ValueError(f"{name}: got shape {tuple(bias.shape)}, expected {(count, extent)} with these weights")
+
+
+def check_form(activation: Any, interleaved: Any) -> None:
+    """Raises TypeError, ValueError or EpilogueError unless these are what `Form` has."""
+    if not isinstance(interleaved, bool):
+        raise TypeError(f"interleaved: got {type(interleaved).__name__}, accepted are True and False")
+    if isinstance(activation, str) or not callable(activation):
+        if not (isinstance(activation, str) and activation in GATES):
+            raise ValueError(f"activation: got {request.shown(activation)}, accepted are {_ACCEPTED}")
+    elif not torch.compiler.is_dynamo_compiling():
+        _check_function(Form(activation).function())
+
+
+def _check_function(function: Function) -> None:
+    def epilogue(acc: Any) -> Any:
+        gate, up = ops.halves(acc)
+        return function(gate, up)
+
+    try:
+        outputs = lookup(epilogue, ()).outputs
+    except EpilogueError as why:
+        _, returns, what = str(why).partition(": the epilogue returns ")
+        raise EpilogueError(f"activation: the function returns {what}" if returns else f"activation: {why}") from why
+    if len(outputs) != 1 or outputs[0].reduce is not None:
+        raise EpilogueError("activation: the function returns several results or a reduction, expected one value")

@@ -1,0 +1,319 @@
+"""Mixtures whose experts have biases, a function of gate and up, or gate and up side by side, on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+from cutegemm import gating, moe, ops
+from cutegemm.errors import EpilogueError
+from cutegemm.nn import Fp8MoE, MoE, replace_moe
+from tests.mixtures import agree, clamped, drawn, drawn_biases, exact, leaves
+
+LIMIT = gating.ClampedSwiglu(0.7, 1.702, 1.0)
+FUNCTIONS = {
+    "silu": ("silu", "silu"),
+    "clamped": (LIMIT, clamped),
+    "of_ones_own": (lambda gate, up: ops.tanh(gate) + up * 2.0, lambda gate, up: torch.tanh(gate) + up * 2),
+}
+"""The activation, and what it is by torch."""
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("biased", ["", "both", "b_gate_up", "b_down"])
+@pytest.mark.parametrize("tokens", [(7,), (2, 3), (0,), ()])
+@pytest.mark.product(keep=14)
+def test_values_and_gradients(name, interleaved, biased, tokens, seed):
+    given = drawn(tokens, rows=10, seed=seed)
+    drawn_ones = dict(zip(("b_gate_up", "b_down"), drawn_biases(*given[3:], seed=seed), strict=True))
+    biases = {key: each for key, each in drawn_ones.items() if biased in ("both", key)}
+    activation, by_torch = FUNCTIONS[name]
+    got = moe(*given, **biases, activation=activation, interleaved=interleaved)
+    want = exact(*given, by_torch, (biases.get("b_gate_up", 0), biases.get("b_down", 0)), interleaved)
+    assert got.dtype == torch.float32
+    agree(got, want, 1e-5)
+    with torch.no_grad():
+        assert torch.equal(moe(*given, **biases, activation=activation, interleaved=interleaved), got)
+    upstream = torch.randn(want.shape, generator=torch.Generator().manual_seed(seed))
+    inputs = [*leaves(given), *biases.values()]
+    found = (torch.autograd.grad(d, inputs, upstream.to(d.dtype)) for d in (got, want))
+    for mine, theirs in zip(*found, strict=True):
+        agree(mine, theirs, 1e-5)
+
+
+def test_the_bias_of_a_token_without_an_expert_counts_for_nothing(seed):
+    x, experts, weights, gate_up, down = (each.detach() for each in drawn(seed=seed))
+    biases = [each.detach() for each in drawn_biases(gate_up, down, seed=seed)]
+    experts[0], experts[1, 1] = -1, 77
+    got = moe(x, experts, weights, gate_up, down, b_gate_up=biases[0], b_down=biases[1])
+    agree(got, exact(x, experts, weights, gate_up, down, "silu", biases), 1e-5)
+    assert torch.equal(got[0], torch.zeros(8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_and_autocast(dtype, seed):
+    given = drawn((40,), 2, 4, 16, 24, dtype=dtype, seed=seed)
+    biases = drawn_biases(*given[3:], dtype=dtype, seed=seed)
+    options = {"activation": LIMIT, "interleaved": True, "b_gate_up": biases[0], "b_down": biases[1]}
+    got = moe(*given, **options)
+    assert got.dtype == dtype
+    want = exact(*given, clamped, biases, True)
+    agree(got, want, 3 * torch.finfo(dtype).eps)
+    wide = [each.detach().float() if each.is_floating_point() else each for each in given]
+    with torch.autocast("cpu", dtype):
+        assert torch.equal(moe(*wide[:2], given[2], *wide[3:], **options), got)
+
+
+def test_gradients_of_gradients_and_by_torch_func(seed):
+    given = drawn(seed=seed)
+    biases = drawn_biases(*given[3:], seed=seed)
+    inputs = [*leaves(given), *biases]
+
+    def ours(x, weights, gate_up, down, *biases):
+        named = dict(zip(("b_gate_up", "b_down"), biases, strict=True))
+        return moe(x, given[1], weights, gate_up, down, **named, activation=LIMIT, interleaved=True)
+
+    def theirs(x, weights, gate_up, down, *biases):
+        return exact(x, given[1], weights, gate_up, down, clamped, biases, True)
+
+    def second(result):
+        first = torch.autograd.grad(result.square().sum(), inputs, create_graph=True)
+        return torch.autograd.grad(sum(each.square().sum() for each in first), inputs)
+
+    for mine, exactly in zip(second(ours(*inputs)), second(theirs(*inputs)), strict=True):
+        agree(mine, exactly, 1e-4)
+    every = tuple(range(len(inputs)))
+    found = torch.func.grad(lambda *all_of: ours(*all_of).square().sum(), every)(*inputs)
+    wanted = torch.func.grad(lambda *all_of: theirs(*all_of).square().sum(), every)(*inputs)
+    for mine, exactly in zip(found, wanted, strict=True):
+        agree(mine, exactly, 1e-5)
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_compiled_calls_take_any_number_of_tokens(records, seed):
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    layer = MoE(8, 6, 5, 2, bias=True, activation=LIMIT, interleaved=True, transposed=True)
+    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+    torch.manual_seed(seed)
+    torch._dynamo.reset()
+    counts = set()
+    for tokens in (7, 12, 5):
+        x = torch.randn(tokens, 8)
+        with torch.set_grad_enabled(records):
+            agree(compiled(x), layer(x).double(), 1e-5)
+            if records:
+                compiled(x).sum().backward()
+        counts.add(counter.frame_count)
+    assert len(counts) == 1
+    assert all((parameter.grad is not None) == records for parameter in layer.parameters())
+
+
+GIVEN = [each.detach() for each in drawn()]
+BOTH, ONE = (each.detach() for each in drawn_biases(*GIVEN[3:]))
+REFUSED = [
+    ({"activation": 5}, ValueError, "activation: got 5, accepted are 'silu', 'gelu', 'gelu_tanh', 'relu', and a fun"),
+    ({"activation": "tanh", "b_down": ONE}, ValueError, "activation: got 'tanh', accepted are 'silu'"),
+    ({"activation": lambda gate, up: 3}, EpilogueError, "activation: the function returns int, accepted are values"),
+    ({"activation": lambda gate, up: (gate, up)}, EpilogueError, "activation: the function returns several results"),
+    ({"activation": lambda gate, up: ops.row_sum(up)}, EpilogueError, "activation: the function returns several res"),
+    ({"activation": lambda gate, up: gate + "a"}, EpilogueError, "arithmetic got str: accepted are values"),
+    ({"interleaved": 1}, TypeError, "interleaved: got int, accepted are True and False"),
+    ({"b_gate_up": 3.0}, TypeError, "b_gate_up: got float, expected a torch.Tensor"),
+    ({"b_gate_up": ONE}, ValueError, "b_gate_up: got shape (5, 8), expected (5, 12) with these weights"),
+    ({"b_down": BOTH}, ValueError, "b_down: got shape (5, 12), expected (5, 8) with these weights"),
+    ({"b_down": ONE[0]}, ValueError, "b_down: got shape (8,), expected (5, 8) with these weights"),
+    ({"b_down": ONE.int()}, TypeError, "b_down: got dtype torch.int32, accepted are torch.float16"),
+    ({"b_down": ONE.to("meta")}, ValueError, "b_down: it is on meta"),
+    ({"b_down": ONE.to_sparse()}, TypeError, "b_down: got a nested tensor or layout torch.sparse_coo"),
+    ({"b_down": ONE, "precision": "tf32"}, ValueError, "precision: got 'tf32'; a mixture, whose rows are gathered"),
+    ({"b_down": ONE, "backend": "x"}, ValueError, "backend: got 'x'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "kind", "message"), REFUSED, ids=[each[2][:40] for each in REFUSED])
+def test_a_bad_call_is_refused_with_the_reason(wrong, kind, message):
+    with pytest.raises(kind, match=re.escape(message)):
+        moe(*GIVEN, **wrong)
+
+
+def test_stacked_weights_cannot_be_interleaved():
+    x, experts, weights, gate_up, down = GIVEN
+    stacked = gate_up.unflatten(1, (2, -1))
+    with pytest.raises(ValueError, match=re.escape("interleaved: got True with w_gate_up of shape (5, 2, 6, 8)")):
+        moe(x, experts, weights, stacked, down, interleaved=True)
+    got = moe(x, experts, weights, stacked, down, b_gate_up=BOTH)
+    agree(got, exact(*GIVEN, "silu", (BOTH, 0)), 1e-5)
+
+
+def test_a_module_with_biases(seed):
+    torch.manual_seed(seed)
+    made = MoE(8, 6, 5, 2, out_features=10, bias=True, activation=LIMIT, interleaved=True, transposed=True)
+    assert {name: tuple(each.shape) for name, each in made.state_dict().items()} == {
+        "gate_up_proj": (5, 8, 12), "down_proj": (5, 6, 10), "gate_up_proj_bias": (5, 12), "down_proj_bias": (5, 10),
+        "router.weight": (5, 8),
+    }  # fmt: skip
+    x = torch.randn(7, 8)
+    experts, weights = made.router(x)
+    biases = made.gate_up_proj_bias, made.down_proj_bias
+    want = exact(x, experts, weights, made.gate_up_proj.mT, made.down_proj.mT, clamped, biases, True)
+    agree(made(x), want, 1e-5)
+    assert all(each.abs().max() <= extent**-0.5 for each, extent in zip(biases, (8, 6), strict=True))
+    assert all(each.abs().max() > 0 for each in biases)
+    assert "out_features=10" in repr(made)
+    assert "bias=True, interleaved=True, transposed=True" in repr(made)
+    again = pickle.loads(pickle.dumps(made))
+    assert torch.equal(again(x), made(x))
+    with pytest.raises(TypeError, match="bias: got int, accepted are True and False"):
+        MoE(8, 6, 5, bias=1)
+    with pytest.raises(ValueError, match=re.escape("expected (E, in, 2 F), (E, F, out)")):
+        MoE.from_weights(*map(torch.nn.Parameter, GIVEN[3:]), transposed=True)
+    with pytest.raises(ValueError, match=re.escape("b_down: got shape (5, 12), expected (5, 8)")):
+        MoE.from_weights(*map(torch.nn.Parameter, GIVEN[3:]), b_down=torch.nn.Parameter(BOTH))
+    with pytest.raises(TypeError, match=r"b_down: got Tensor, expected a torch\.nn\.Parameter"):
+        MoE.from_weights(*map(torch.nn.Parameter, GIVEN[3:]), b_down=ONE)
+
+
+# -- models of Hugging Face -------------------------------------------------------------------------------------------
+class GptOss(torch.nn.Module):
+    """As transformers 5.17 writes the experts of gpt-oss."""
+
+    is_concatenated = False
+
+    def __init__(self, count=5, columns=8, hidden=6, dtype=torch.float32):
+        super().__init__()
+        shapes = {
+            "gate_up_proj": (count, columns, 2 * hidden), "gate_up_proj_bias": (count, 2 * hidden),
+            "down_proj": (count, hidden, columns), "down_proj_bias": (count, columns),
+        }  # fmt: skip
+        for name, shape in shapes.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.randn(shape).to(dtype)))
+        self.alpha, self.limit = 1.702, 7.0
+
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+        gate, up = gate.clamp(min=None, max=self.limit), up.clamp(min=-self.limit, max=self.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+    def forward(self, hidden_states, router_indices=None, routing_weights=None):
+        result = torch.zeros_like(hidden_states)
+        for expert in router_indices.unique().tolist():
+            token, choice = torch.where(router_indices == expert)
+            both = hidden_states[token] @ self.gate_up_proj[expert] + self.gate_up_proj_bias[expert]
+            found = self._apply_gate(both) @ self.down_proj[expert] + self.down_proj_bias[expert]
+            result.index_add_(0, token, (found * routing_weights[token, choice, None]).to(result.dtype))
+        return result
+
+
+class Concatenated(GptOss):
+    """As MiniMax-M3 has its gating, with other names."""
+
+    is_concatenated = True
+
+    def __init__(self):
+        super().__init__()
+        self.swiglu_alpha, self.swiglu_limit = self.__dict__.pop("alpha"), self.__dict__.pop("limit")
+
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, -1)
+        gate, up = gate.clamp(max=self.swiglu_limit), up.clamp(-self.swiglu_limit, self.swiglu_limit)
+        return (up + 1.0) * (gate * torch.sigmoid(gate * self.swiglu_alpha))
+
+
+class Limited(GptOss):
+    """As DeepSeek-V4's: act(gate) * up with a limit."""
+
+    is_concatenated = True
+
+    def __init__(self):
+        super().__init__()
+        del self.alpha
+        self.act_fn = torch.nn.SiLU()
+
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, -1)
+        return self.act_fn(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
+
+
+class LimitedBehind(Limited):
+    """As Step-3.7's, which no program here has: the limit is behind the activation."""
+
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, -1)
+        return self.act_fn(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
+
+
+class Turned(GptOss):
+    """One whose attribute says that gate and up take turns, and which has halves."""
+
+    def _apply_gate(self, gate_up):
+        return super()._apply_gate(gate_up.unflatten(-1, (2, -1)).mT.flatten(-2))
+
+
+@pytest.mark.parametrize("kind", [GptOss, Concatenated, Limited])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_with_a_limit_are_replaced(kind, dtype, seed):
+    torch.manual_seed(seed)
+    model = torch.nn.ModuleDict({"experts": kind()}).to(dtype).train()
+    before, held = copy.deepcopy(model), dict(model.named_parameters())
+    made = replace_moe(model)["experts"]
+    assert isinstance(made, MoE)
+    assert made.training
+    assert {name: id(each) for name, each in model.named_parameters()} == {n: id(p) for n, p in held.items()}
+    assert set(model.state_dict()) == set(before.state_dict())
+    x, experts, weights = (5 * torch.randn(7, 8)).to(dtype), GIVEN[1], GIVEN[2].to(dtype)
+    agree(made(x, experts, weights), before["experts"](x, experts, weights).double(), 0.03)
+    assert isinstance(replace_moe(before, where=lambda name, module: True)["experts"], MoE)
+
+
+def test_other_gatings_stay():
+    kept = {"behind": LimitedBehind(), "turned": Turned(), "wrong": GptOss(), "narrow": GptOss(), "own": GptOss()}
+    kept["wrong"].down_proj_bias = torch.nn.Parameter(torch.zeros(5, 7))
+    kept["narrow"].gate_up_proj_bias = torch.nn.Parameter(torch.zeros(12))
+    del kept["own"].limit
+    with pytest.warns(UserWarning, match="nothing was replaced"):
+        model = replace_moe(torch.nn.ModuleDict(kept))
+    assert dict(model.items()) == kept
+
+
+def test_fp8_leaves_experts_with_a_limit_or_biases(seed):
+    torch.manual_seed(seed)
+    given = {
+        "gpt": GptOss(), "biased": MoE(8, 6, 5, bias=True), "turned": MoE(8, 6, 5, transposed=True),
+        "limited": MoE(8, 6, 5, activation=LIMIT), "mixed": MoE(8, 6, 5, interleaved=True),
+    }  # fmt: skip
+    with pytest.warns(UserWarning, match="nothing was replaced"):
+        model = replace_moe(torch.nn.ModuleDict(given), dtype="fp8")
+    assert dict(model.items()) == given
+    assert isinstance(replace_moe(MoE(8, 6, 5), dtype="fp8"), Fp8MoE)
+
+
+def test_a_model_of_gpt_oss(seed):
+    """Logits, loss and every gradient, with tiny random weights; needs transformers 5."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "vocab_size": 64, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    torch.manual_seed(seed)
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes))
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.mlp.router.weight)
+        torch.nn.init.normal_(layer.mlp.experts.gate_up_proj_bias)
+        torch.nn.init.normal_(layer.mlp.experts.down_proj_bias)
+    ours = replace_moe(copy.deepcopy(model))
+    assert all(isinstance(layer.mlp.experts, MoE) for layer in ours.model.layers)
+    assert set(ours.state_dict()) == set(model.state_dict())
+    ids = torch.randint(0, 64, (2, 9))
+    found = [each(ids, labels=ids) for each in (ours, model)]
+    torch.testing.assert_close(found[0].logits, found[1].logits, rtol=1e-4, atol=1e-5)
+    for each in found:
+        each.loss.backward()
+    theirs = dict(model.named_parameters())
+    for key, mine in ours.named_parameters():
+        assert (mine.grad - theirs[key].grad).abs().max() <= 1e-4 * theirs[key].grad.abs().max(), key

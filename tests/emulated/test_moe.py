@@ -7,7 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import cutegemm
-from cutegemm import torch_grouped
+from cutegemm import ops, torch_grouped
 from cutegemm.nn import Fp8MoE
 from cutegemm.problem import packing
 from cutegemm.run import combining, grouped
@@ -56,6 +56,35 @@ def test_forward_and_backward_by_the_kernels(tokens, top_k, gathers, seed, monke
     for mine, theirs in zip(*found, strict=True):
         assert torch.equal(mine, theirs)
     assert not tokens or found[0][0].abs().max() > 0
+
+
+@pytest.mark.parametrize("interleaved", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_biases_and_a_function_of_gate_and_up(interleaved, seed):
+    """As gpt-oss's experts are, with weights that lie the other way; exact as above."""
+    grouped.memo.clear()
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(*shape, most=1):
+        return torch.randint(-most, most + 1, shape, generator=generator).bfloat16().requires_grad_()
+
+    x, gate_up, down = integers(21, 16), integers(3, 16, 32), integers(3, 16, 24)
+    biases = integers(3, 32, most=2), integers(3, 24, most=2)
+    experts = torch.rand((21, 3), generator=generator).topk(2).indices
+    experts[:1, 1:] = -1
+    weights = torch.randint(1, 3, (21, 2), generator=generator).bfloat16().requires_grad_()
+    upstream, inputs = integers(21, 24).detach(), (x, weights, gate_up, down, *biases)
+    found = []
+    for backend in ("cute", "torch"):
+        d = cutegemm.moe(
+            x, experts, weights, gate_up.mT, down.mT, b_gate_up=biases[0], b_down=biases[1], interleaved=interleaved,
+            activation=lambda gate, up: ops.relu(ops.minimum(gate, 3.0)) * (ops.clamp(up, -2.0, 2.0) + 1.0),
+            backend=backend,
+        )  # fmt: skip
+        found.append([d, *torch.autograd.grad(d, inputs, upstream)])
+    grouped.memo.clear()
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+    assert found[0][0].abs().max() > 0
 
 
 def test_a_gradient_that_is_lazily_negated(seed):

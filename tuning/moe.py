@@ -3,14 +3,15 @@
     forward     of 1 to 8192 tokens, without gradients
     training    forward and backward, to gradients of x, of the routing's weights and of both weights of the experts
 
-A block has 128 experts of which a token takes 8, 2048 -> 768 -> 2048 (Qwen3-30B-A3B), or 8 of which it takes 2,
-4096 -> 14336 -> 4096 (Mixtral-8x7B). The choice of experts is an input, drawn evenly or by a Zipf law. `torch` is the
-compiled baseline, `ours` calls `cutegemm.moe`, `compiled` is the same under torch.compile. Every step is captured in a
-CUDA graph. With `--scaling` the forward pass is also timed in fp8: `Fp8MoE` with scales of rows or of blocks of 128,
-which quantizes its inputs on the way; and so are DeepSeek-V3's 256 experts, of which a token takes 8, 7168 -> 2048 ->
-7168. Results and gradients must be as close to those in float32 as torch's are, within a factor of two, in the root of
-the mean square; fp8 has a limit of its own. Variants take turns in alternating order, as in tuning.blocks. Ratios are
-to `torch`, above 1 is faster.
+A block has 128 experts of which a token takes 8, 2048 -> 768 -> 2048 (Qwen3-30B-A3B), 8 of which it takes 2, 4096 ->
+14336 -> 4096 (Mixtral-8x7B), or 32 of which it takes 4, 2880 -> 2880 -> 2880, with biases, a gate that clamps, and
+weights that lie the other way with gate and up in turn (gpt-oss-20b). The choice of experts is an input, drawn evenly
+or by a Zipf law. `torch` is the compiled baseline, `ours` calls `cutegemm.moe`, `compiled` is the same under
+torch.compile. Every step is captured in a CUDA graph. With `--scaling` the forward pass is also timed in fp8: `Fp8MoE`
+with scales of rows or of blocks of 128, which quantizes its inputs on the way; and so are DeepSeek-V3's 256 experts, of
+which a token takes 8, 7168 -> 2048 -> 7168, in place of gpt-oss's. Results and gradients must be as close to those in
+float32 as torch's are, within a factor of two, in the root of the mean square; fp8 has a limit of its own. Variants
+take turns in alternating order, as in tuning.blocks. Ratios are to `torch`, above 1 is faster.
 """
 
 from __future__ import annotations
@@ -32,62 +33,99 @@ AIMS = {False: 1.2, True: 1.15}
 """Ratios to torch that are wanted at every point: forward, and of training steps."""
 TOKENS = "1,4,16,32,64,128,256,512,1024,2048,4096,8192"
 Step = Callable[..., torch.Tensor]
-"""step(x, experts, weights, w_gate_up, w_down) -> the mixture"""
+"""step(x, experts, weights, *what `weights_of` gives) -> the mixture"""
 
 
-RESULTS = ("result", "gradient of x", "gradient of weights", "gradient of w_gate_up", "gradient of w_down")
+RESULTS = (
+    "result", "gradient of x", "gradient of weights", "gradient of w_gate_up", "gradient of w_down",
+    "gradient of b_gate_up", "gradient of b_down",
+)  # fmt: skip
 
 
 class Block(NamedTuple):
-    """Of one model: experts, those that a token takes, width, hidden width of an expert."""
+    """Of one model: experts, those that a token takes, width, hidden width of an expert.
+
+    biased: whether experts have biases and are as those of gpt-oss besides, see `gated`.
+    """
 
     name: str
     experts: int
     top_k: int
     width: int
     hidden: int
+    biased: bool = False
 
 
-BLOCKS = (Block("Qwen3-30B-A3B", 128, 8, 2048, 768), Block("Mixtral-8x7B", 8, 2, 4096, 14336))
-IN_FP8 = (*BLOCKS, Block("DeepSeek-V3", 256, 8, 7168, 2048))
+BLOCKS = (
+    Block("Qwen3-30B-A3B", 128, 8, 2048, 768), Block("Mixtral-8x7B", 8, 2, 4096, 14336),
+    Block("gpt-oss-20b", 32, 4, 2880, 2880, biased=True),
+)  # fmt: skip
+IN_FP8 = (*BLOCKS[:2], Block("DeepSeek-V3", 256, 8, 7168, 2048))
 """Those timed with `--scaling`."""
 
 
-def grouped_mm(x: Any, experts: Any, weights: Any, gate_up: Any, down: Any) -> torch.Tensor:
+def gated(both: torch.Tensor, biased: bool) -> torch.Tensor:
+    """The hidden layer of columns of gate and up; of experts with biases they take turns, and are limited."""
+    if not biased:
+        gate, up = both.chunk(2, -1)
+        return functional.silu(gate) * up
+    gate, up = both[..., ::2].clamp(max=7.0), both[..., 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+def grouped_mm(x: Any, experts: Any, weights: Any, gate_up: Any, down: Any, *biases: Any) -> torch.Tensor:
     """What the experts of transformers 5.23 compute with `experts_implementation="grouped_mm"`, in the same steps."""
     top_k, slots = experts.shape[1], experts.numel()
     numbers, order = torch.sort(experts.reshape(-1))
     counts = torch.histc(numbers.int() if x.is_cuda else numbers.float(), gate_up.shape[0], 0, gate_up.shape[0] - 1)
     ends = counts.cumsum(0, dtype=torch.int32)
-    wide = functional.grouped_mm(x[order // top_k], gate_up.mT, offs=ends)
-    gate, up = wide.chunk(2, -1)
-    found = functional.grouped_mm(functional.silu(gate) * up, down.mT, offs=ends)
+    wide = functional.grouped_mm(x[order // top_k], gate_up if biases else gate_up.mT, offs=ends)
+    wide = wide + biases[0][numbers] if biases else wide
+    found = functional.grouped_mm(gated(wide, bool(biases)), down if biases else down.mT, offs=ends)
+    found = found + biases[1][numbers] if biases else found
     found = found * weights.reshape(-1)[order, None]
     place = torch.empty_like(order)
     place[order] = torch.arange(slots, device=x.device)
     return found[place].view(-1, top_k, found.shape[1]).sum(1).to(x.dtype)
 
 
-def exact(x: Any, experts: Any, weights: Any, gate_up: Any, down: Any) -> torch.Tensor:
+def ours(x: Any, experts: Any, weights: Any, gate_up: Any, down: Any, *biases: Any) -> torch.Tensor:
+    """The same by `cutegemm.moe`."""
+    if not biases:
+        return cutegemm.moe(x, experts, weights, gate_up, down)
+    return cutegemm.moe(
+        x, experts, weights, gate_up.mT, down.mT, b_gate_up=biases[0], b_down=biases[1], interleaved=True,
+        activation=lambda gate, up: cutegemm.ops.clamped_swiglu(gate, up, 7.0, 1.702, 1.0),
+    )  # fmt: skip
+
+
+def exact(x: Any, experts: Any, weights: Any, gate_up: Any, down: Any, *biases: Any) -> torch.Tensor:
     """The mixture in float32, expert by expert."""
-    result = torch.zeros(x.shape[0], down.shape[1], device=x.device)
+    if not biases:
+        gate_up, down = gate_up.mT, down.mT
+    result = torch.zeros(x.shape[0], down.shape[2], device=x.device)
     for number in range(gate_up.shape[0]):
         token, choice = torch.where(experts == number)
-        gate, up = (x[token].float() @ gate_up[number].float().t()).chunk(2, -1)
-        found = (functional.silu(gate) * up) @ down[number].float().t()
+        of_both, of_down = (each[number].float() for each in biases) if biases else (0, 0)
+        both = x[token].float() @ gate_up[number].float() + of_both
+        found = gated(both, bool(biases)) @ down[number].float() + of_down
         result = result.index_add(0, token, found * weights[token, choice, None].float())
     return result
 
 
-def weights_of(block: Block, device: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """(w_gate_up, w_down) in bf16, which keep the size of what they multiply."""
+def weights_of(block: Block, device: str, seed: int = 0) -> list[torch.Tensor]:
+    """[w_gate_up, w_down] in bf16, which keep the size of what they multiply; where the block says so transposed, and
+    with biases behind them.
+    """
     generator = torch.Generator(device=device).manual_seed(seed)
-    shapes = (block.experts, 2 * block.hidden, block.width), (block.experts, block.width, block.hidden)
-    made = [torch.empty(shape, dtype=torch.bfloat16, device=device, requires_grad=True) for shape in shapes]
-    with torch.no_grad():
-        for weight in made:
-            weight.normal_(std=weight.shape[2] ** -0.5, generator=generator)
-    return made[0], made[1]
+    count, rows = block.experts, (2 * block.hidden, block.width)
+    shapes = [(count, rows[0], block.width), (count, rows[1], block.hidden), *((count, each) for each in rows)]
+    made = [torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes[: 4 if block.biased else 2]]
+    for each in made:
+        each.normal_(std=each.shape[2] ** -0.5 if each.dim() == 3 else 1.0, generator=generator)
+    if block.biased:
+        made[:2] = [each.mT.contiguous() for each in made[:2]]
+    return [each.requires_grad_() for each in made]
 
 
 def inputs_of(block: Block, tokens: int, skew: str, device: str, seed: int = 0) -> list[torch.Tensor]:
@@ -108,8 +146,8 @@ def steps_of(names: Sequence[str]) -> dict[str, Step]:
     torch._dynamo.reset()
     made: dict[str, Step] = {
         blocks.TORCH: torch.compile(grouped_mm, fullgraph=True, dynamic=False),
-        "ours": cutegemm.moe,
-        "compiled": torch.compile(cutegemm.moe, fullgraph=True, dynamic=False),
+        "ours": ours,
+        "compiled": torch.compile(ours, fullgraph=True, dynamic=False),
     }
     return {name: made[name] for name in names}
 
@@ -186,7 +224,7 @@ def bench(
     lines: list[blocks.Line] = []
     how, word = (training, "training") if trains else (forward, "forward")
     experts = weights_of(block, "cuda")
-    quantized = in_fp8(recipes, *experts)
+    quantized = in_fp8(recipes, *experts[:2])
     for count in tokens:
         given = [*inputs_of(block, count, skew, "cuda"), *experts]
         steps = {**steps_of(names), **quantized}

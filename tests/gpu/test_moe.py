@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import cutegemm
+from cutegemm.gating import ClampedSwiglu
 from cutegemm.nn import Fp8MoE
 from cutegemm.run import routing
-from tests.mixtures import agree, drawn, exact, leaves
+from tests.mixtures import agree, clamped, drawn, drawn_biases, exact, leaves
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
@@ -40,6 +41,30 @@ def test_results_and_gradients(tokens, top_k, count, hidden, dtype, seed):
     # Without gradients the first product stores less, so that other configurations are chosen, which round otherwise.
     assert torch.equal(*alone)
     agree(alone[0], d, 2 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "count", "hidden"), [(1, 4, 32, 144), (33, 4, 32, 144), (700, 2, 8, 136), (0, 2, 8, 136)]
+)
+def test_biases_and_a_gate_that_clamps(tokens, top_k, count, hidden, interleaved, seed):
+    """As gpt-oss's experts are, whose weights lie the other way."""
+    given = list(drawn((tokens,), top_k, count, 264, hidden, 520, torch.bfloat16, seed, "cuda"))
+    for place, columns in ((3, 264), (4, hidden)):
+        given[place] = (given[place].detach() * columns**-0.5).mT.contiguous().mT.requires_grad_()
+    biases = drawn_biases(*given[3:], torch.bfloat16, seed)
+    options = {"b_gate_up": biases[0], "b_down": biases[1], "activation": ClampedSwiglu(0.7, 1.702, 1.0)}
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    upstream = torch.randn(tokens, 520, device="cuda", generator=generator).bfloat16()
+    inputs, found = [*leaves(given), *biases], []
+    for _ in range(2):
+        d = cutegemm.moe(*given, **options, interleaved=interleaved, backend="cute")
+        found.append([d, *torch.autograd.grad(d, inputs, upstream)])
+    d = exact(*given, clamped, biases, interleaved)
+    want = [d, *torch.autograd.grad(d, inputs, upstream.double())]
+    for first, second, right in zip(*found, want, strict=True):
+        assert torch.equal(first, second)
+        agree(first, right, 3 * torch.finfo(torch.bfloat16).eps)
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])

@@ -9,15 +9,17 @@ import cutegemm
 from tuning import blocks, moe
 
 SMALL = moe.Block("a small model", 5, 2, 16, 24)
+BIASED = SMALL._replace(biased=True)
 
 
 @pytest.mark.parametrize("how", [moe.forward, moe.training])
 @pytest.mark.parametrize("skew", ["uniform", "zipf"])
-def test_variants_are_as_close_to_float32_as_torch(how, skew):
-    given = [*moe.inputs_of(SMALL, 32, skew, "cpu"), *moe.weights_of(SMALL, "cpu")]
-    steps = {blocks.TORCH: moe.grouped_mm, "ours": cutegemm.moe}
+@pytest.mark.parametrize("block", [SMALL, BIASED])
+def test_variants_are_as_close_to_float32_as_torch(how, skew, block):
+    given = [*moe.inputs_of(block, 32, skew, "cpu"), *moe.weights_of(block, "cpu")]
+    steps = {blocks.TORCH: moe.grouped_mm, "ours": moe.ours}
     assert moe.check(how, steps, given) == {"torch": "ok", "ours": "ok"}
-    scaled = lambda *given: cutegemm.moe(*given) * 1.1  # noqa: E731
+    scaled = lambda *given: moe.ours(*given) * 1.1  # noqa: E731
     assert moe.check(how, {**steps, "ours": scaled}, given)["ours"].startswith("wrong result: error ")
 
 
@@ -51,6 +53,20 @@ def test_the_baseline_is_that_of_transformers(seed):
     theirs.gate_up_proj, theirs.down_proj = (torch.nn.Parameter(each) for each in moe.weights_of(SMALL, "cpu", seed))
     want = theirs(x, experts, weights)
     assert torch.equal(moe.grouped_mm(x, experts, weights, theirs.gate_up_proj, theirs.down_proj), want)
+
+
+def test_the_baseline_of_gpt_oss_is_that_of_transformers(seed):
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    config = transformers.GptOssConfig(hidden_size=16, intermediate_size=24, num_local_experts=5)
+    config._experts_implementation = "grouped_mm"
+    theirs = GptOssExperts(config).bfloat16()
+    x, experts, weights = moe.inputs_of(BIASED, 32, "uniform", "cpu", seed)
+    parts = moe.weights_of(BIASED, "cpu", seed)
+    for name, part in zip(("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"), parts, strict=True):
+        setattr(theirs, name, torch.nn.Parameter(part))
+    assert torch.equal(moe.grouped_mm(x, experts, weights, *parts), theirs(x, experts, weights))
 
 
 def test_the_command_line(capsys):

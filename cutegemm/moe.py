@@ -162,12 +162,12 @@ def _by_calls(
             return _by_calls(x, experts, weights, w_gate_up, w_down, b_gate_up, b_down, form, precision, backend)
     settings, groups = Settings("silu", precision, backend), w_gate_up.shape[0]
     tokens, chosen, scales = by_tokens(x, experts, weights)
-    scales = scales.masked_fill(chosen != chosen.clamp(0, groups - 1), 0)
-    # The sorted weights have no gradient, so they are gathered again.
     route = routed(chosen, scales.detach(), groups, backend)
-    weight = _of_rows(scales, route)
+    weight = route.weights
+    if weight is None or torch.is_grad_enabled():  # those have no gradient
+        weight = _of_rows(scales.masked_fill(chosen != chosen.clamp(0, groups - 1), 0), route)
     of_gate_up = [] if b_gate_up is None else [each[:, None] for each in form.divided(b_gate_up)]
-    epilogue = form.first_epilogue(bool(of_gate_up))
+    epilogue = form.first_epilogue(b_gate_up is not None)
     h = settings.hidden(tokens, _stacked(w_gate_up), weight, route, epilogue, of_gate_up)
     if b_down is None:
         result = settings.combined(h, w_down.mT, route, experts.shape[-1])

@@ -81,7 +81,7 @@ def grouped_mm(x: Any, experts: Any, weights: Any, gate_up: Any, down: Any, *bia
     ends = counts.cumsum(0, dtype=torch.int32)
     wide = functional.grouped_mm(x[order // top_k], gate_up if biases else gate_up.mT, offs=ends)
     wide = wide + biases[0][numbers] if biases else wide
-    found = functional.grouped_mm(gated(wide, bool(biases)), down if biases else down.mT, offs=ends)
+    found = functional.grouped_mm(gated(wide, len(biases) > 0), down if biases else down.mT, offs=ends)
     found = found + biases[1][numbers] if biases else found
     found = found * weights.reshape(-1)[order, None]
     place = torch.empty_like(order)
@@ -108,7 +108,7 @@ def exact(x: Any, experts: Any, weights: Any, gate_up: Any, down: Any, *biases: 
         token, choice = torch.where(experts == number)
         of_both, of_down = (each[number].float() for each in biases) if biases else (0, 0)
         both = x[token].float() @ gate_up[number].float() + of_both
-        found = gated(both, bool(biases)) @ down[number].float() + of_down
+        found = gated(both, len(biases) > 0) @ down[number].float() + of_down
         result = result.index_add(0, token, found * weights[token, choice, None].float())
     return result
 

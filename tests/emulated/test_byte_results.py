@@ -103,8 +103,8 @@ def test_several_results_of_16_bit_operands_with_their_terms(config, majors, see
 @pytest.mark.product(keep=3)
 def test_groups_of_gate_and_up(config, gating, work, seed):
     """Rows of other groups, and those beyond the last, stay as they were (`GroupCase.run`)."""
-    if (gating == "swiglu_pairs" and "swap" in config) or (work == GATHERED and "c1x2" in config):
-        pytest.skip("pairs of columns are not taken with swap, gathered rows not with clusters that share them")
+    if work == GATHERED and "c1x2" in config:
+        pytest.skip("gathered rows are not taken with clusters that share them")
     case = GroupCase.random(
         work, [70, 0, 3, 55], 90, 512, 272, "e4m3", seed=seed, tail=3, recipes=("rows", "rows"), out_dtype=E4M3
     )  # fmt: skip
@@ -132,9 +132,51 @@ def test_gate_and_up_in_pairs(config, out, recipes, seed):
           config=f"sm90/{config}")  # fmt: skip
 
 
-@pytest.mark.parametrize("config", ["128x256x64/coop2/c2x1/s3/g2/zig", "64x64x64/coop1/c1x1/s3/g2"])
+TURNED_PAIRS = (
+    "64x48x128/coop1/c1x1/s3/g2/swap",
+    "256x64x128/coop2/c1x2/s3/g2/swap/zig",
+    "128x16x128/pp/c1x1/s3/g2/swap",
+    "192x80x128/coop3/c1x1/s2/g2/swap/streamk",
+)
+
+
+@pytest.mark.parametrize("config", TURNED_PAIRS)
 @pytest.mark.parametrize("out", [torch.bfloat16, E4M3])
-@pytest.mark.product(keep=2)
+@pytest.mark.parametrize("recipes", [("rows", "rows"), (None, None)])
+@pytest.mark.product(keep=4)
+def test_gate_and_up_in_pairs_of_swapped_operands(config, out, recipes, seed):
+    """As above; lanes exchange accumulators."""
+    whole = recipes == (None, None)
+    check(130, 176, 272, whole=whole, recipes=recipes, gating="pairs", out_dtype=out, seed=seed, backend="cute",
+          config=f"sm90/{config}")  # fmt: skip
+
+
+@pytest.mark.parametrize("work", [RAGGED_M, GATHERED, MASKED])
+@pytest.mark.parametrize("majors", ["tn", "tt"])
+@pytest.mark.parametrize("config", ["256x48x64/coop2/c1x1/s3/g2/swap/fit", "128x32x64/pp/c1x1/s3/g2/swap"])
+@pytest.mark.product(keep=4)
+def test_groups_in_pairs_of_swapped_operands(config, majors, work, seed):
+    """16-bit operands, with a bias for each group and a number for each row; B also row-major."""
+    if work != RAGGED_M and "fit" in config:
+        pytest.skip("tiles are fitted to groups of rows alone")
+    case = GroupCase.random(work, [70, 0, 3, 55], 90, 352, 136, "bf16", seed=seed, tail=3, majors=majors)
+
+    def epilogue(acc, of_gate, of_up, weight):
+        gate, up = ops.pairs(acc)
+        return ops.clamped_swiglu(gate + of_gate, up + of_up, 7.0, 1.702, 1.0) * weight
+
+    generator = torch.Generator().manual_seed(seed)
+    rows = (4, 90, 1) if work == MASKED else (len(case.a if case.index is None else case.index), 1)
+    case.epilogue = epilogue
+    case.operands = [torch.randn(shape, generator=generator).bfloat16() for shape in ((4, 1, 176), (4, 1, 176), rows)]
+    case.run(backend="cute", config=f"sm90/{config}")
+
+
+@pytest.mark.parametrize("config", [
+    "128x256x64/coop2/c2x1/s3/g2/zig", "64x64x64/coop1/c1x1/s3/g2", "128x48x64/coop2/c1x1/s3/g2/swap"
+])  # fmt: skip
+@pytest.mark.parametrize("out", [torch.bfloat16, E4M3])
+@pytest.mark.product(keep=3)
 def test_pairs_with_operands_along_rows_and_columns(config, out, seed):
     """Whole numbers, so that every order of operations gives the same bits; also a comparison of indices."""
     generator = torch.Generator().manual_seed(seed)
@@ -148,8 +190,12 @@ def test_pairs_with_operands_along_rows_and_columns(config, out, seed):
         return ops.where(ops.column() + ops.row() > 40, (gate * s + z) + w, up - w)
 
     operands = (bias, row, 2.0)
-    d = by_both(config, lambda **given: cutegemm.gemm(
-        a, b.mT, epilogue=epilogue, operands=operands, out_dtype=out, **given))  # fmt: skip
+
+    def call(**given):
+        return cutegemm.gemm(a, b.mT, epilogue=epilogue, operands=operands, out_dtype=out, **given)
+
+    # No slab takes pairs of swapped operands.
+    d = call(backend="cute", config=f"sm90/{config}") if "swap" in config else by_both(config, call)
     sums = a.double() @ b.double().mT
     after = torch.arange(176)[None] + torch.arange(130)[:, None] > 40
     want = torch.where(after, 2 * sums[:, ::2] + bias.double() + row.double(), sums[:, 1::2] - row.double())

@@ -314,11 +314,15 @@ class HopperConfig(LaunchedConfig):
         return self.bn // 2 if signature.epilogue.gating and not self.swapped else self.bn
 
     def out_blocks(self, signature: Signature) -> int:
-        """Blocks of 64 rows of results of a warpgroup, in the orientation of the accumulators: with swapped operands
-        half of its blocks hold gate, the others up.
+        """Blocks of rows of results of a warpgroup, in the orientation of the accumulators: with swapped operands half
+        of its blocks of 64 rows hold gate, the others up, where these are halves.
         """
         blocks = self.group_rows // BLOCK_ROWS
-        return blocks // 2 if signature.epilogue.gating and self.swapped else blocks
+        return blocks // 2 if signature.epilogue.gating == "halves" and self.swapped else blocks
+
+    def block_rows(self, signature: Signature) -> int:
+        """Rows of results in such a block: with swapped operands gate and up in pairs are two of 64 rows."""
+        return BLOCK_ROWS // 2 if signature.epilogue.gating == "pairs" and self.swapped else BLOCK_ROWS
 
     def vector_bytes(self, signature: Signature) -> int:
         """Shared memory for operands along the tile's columns: 4 bytes, a row a warpgroup. TMA stores alone need it."""
@@ -344,7 +348,7 @@ class HopperConfig(LaunchedConfig):
         if self.uses_tma_store(signature):
             itemsize = ITEMSIZE[signature.out_dtype]
             row_bytes = self.store_columns(itemsize, signature) * itemsize
-            buffers = self.consumers * self.store_buffers * BLOCK_ROWS * row_bytes
+            buffers = self.consumers * self.store_buffers * self.block_rows(signature) * row_bytes
             return len(signature.results) * buffers + self.vector_bytes(signature)
         return self.consumers * 4 * SLAB_ROWS * (self.slab_width(signature) + SLAB_PAD) * 4
 

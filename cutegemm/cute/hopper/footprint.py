@@ -66,9 +66,9 @@ def of(config: HopperConfig, signature: Signature, arch: Arch) -> Footprint:
     registers = min(config.accumulators + 32, 255) if config.consumers == 1 else 168
     ctas = resident(arch, config.smem_bytes(signature), config.threads, registers)
     flags = options.footprint_flags(config)
-    # A store of swapped operands is 64 columns wide, whatever the tile.
+    # A store of swapped operands is 64 columns wide, or 32, whatever the tile.
     out = ITEMSIZE[signature.out_dtype]
-    columns = BLOCK_ROWS if config.swapped else config.store_columns(out, signature)
+    columns = config.block_rows(signature) if config.swapped else config.store_columns(out, signature)
     return Footprint(
         _FAMILIES[signature.unit],
         bm,

@@ -57,7 +57,7 @@ from cutegemm.cute.hopper.producer import Producer
 from cutegemm.cute.hopper.promotion import copies, registers, shares_factors
 from cutegemm.cute.hopper.reuse import keep_factors
 from cutegemm.cute.hopper.solo import Solo
-from cutegemm.cute.hopper.store import make_store
+from cutegemm.cute.hopper.stores import make_store
 from cutegemm.cute.hopper.sums import make_sums, narrowed
 from cutegemm.cute.splitter import Splitter, matrices
 from cutegemm.problem import Signature

@@ -4,14 +4,14 @@ A WGMMA leaves 64 rows in a warpgroup, 16 a warp. Thread `lane` of warp `w` hold
 
     rows 16 w + lane / 4 + 8 r (r = 0, 1), columns 8 j + 2 (lane % 4) + c (c = 0, 1)    in accumulator (c, r, j)
 
-`TmaEpilogue` sends 16-bit results through stmatrix and a TMA store, `PlainTmaEpilogue` those of 32 and 8 bits through
-plain shared stores and TMA; `terms` adds C and the bias. `slab_store.SlabStore` takes everything else. With swapped
-operands the rows of the accumulators are columns of D: the classes named `Transposed` turn them on the way into shared
-memory.
+`TmaEpilogue` sends 16-bit results through stmatrix and a TMA store, the classes of `plain_store` others through plain
+shared stores and TMA; `terms` adds C and the bias. `slab_store.SlabStore` takes everything else. With swapped operands
+the rows of the accumulators are columns of D: the classes named `Transposed` turn them on the way into shared memory.
 
 Of a gated program a thread holds gate and up of the same place of D: half of a tile's columns further on ("halves"),
 with swapped operands half of a warpgroup's blocks of 64 rows, or side by side ("pairs"), in accumulators c = 0 and 1.
-Then it holds one result in each row of a block of 8 columns, which are 4 of D.
+Then it holds one result in each row of a block of 8 columns, which are 4 of D. With swapped operands pairs lie in lanes
+4 apart, which exchange half of their accumulators (`plain_store.TransposedPairsEpilogue`).
 """
 
 from __future__ import annotations
@@ -21,40 +21,22 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int8, Int16, Int32, Vector
+from cutlass import Float32, Int32, Vector
 from cutlass.cute.nvgpu import cpasync
 
 from cutegemm.cute import types, whole
 from cutegemm.cute.hopper import clip, grouping, terms
 from cutegemm.cute.hopper.ahead import Ahead
 from cutegemm.cute.hopper.config import BLOCK_ROWS, WARPGROUP, HopperConfig
-from cutegemm.cute.hopper.fragment import FragmentStore
 from cutegemm.cute.hopper.memory import SharedMemory
 from cutegemm.cute.hopper.output import Output
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.reduce import make_reductions
-from cutegemm.cute.hopper.slab_store import SlabStore, TransposedSlabStore, up_offset
+from cutegemm.cute.hopper.slab_store import up_offset
 from cutegemm.cute.lowering import finish, rounded
 from cutegemm.cute.source import sources, strides
 from cutegemm.problem import Signature
 from cutegemm.problem.program.graph import Node
-
-
-def make_store(config: HopperConfig, signature: Signature) -> Any:
-    """The store for a configuration and signature.
-
-    All have `make_atoms` for the host, and `start`. The `FragmentStore` of sums that several CTAs share out takes
-    single vectors; the others take a warpgroup's rows of a tile: `store(accumulators, region)`, then `finish()`.
-    """
-    if config.parts > 1:
-        return FragmentStore(config, signature)
-    if config.uses_tma_store(signature):
-        by_matrix = types.NUMERIC[signature.out_dtype].width == 16 and signature.epilogue.gating != "pairs"
-        straight: Any = TmaEpilogue if by_matrix else PlainTmaEpilogue
-        turned: Any = TransposedTmaEpilogue if by_matrix else TransposedByteEpilogue
-    else:
-        straight, turned = SlabStore, TransposedSlabStore
-    return (turned if config.swapped else straight)(config, signature)
 
 
 class TmaEpilogue:
@@ -70,20 +52,22 @@ class TmaEpilogue:
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
         self.config, self.signature = config, signature
-        self.blocks, self.block_step = config.out_blocks(signature), config.block_step
+        self.block_rows = config.block_rows(signature)
+        self.blocks = config.out_blocks(signature)
+        self.block_step = config.block_step // BLOCK_ROWS * self.block_rows
         self.out_columns, self.up = config.out_columns(signature), up_offset(config, signature)
         self.clipped = grouping.clips_results(signature.work)
         self.results = [(number, name, types.NUMERIC[dtype]) for number, name, dtype, _ in signature.results]
         self.out_type = types.NUMERIC[signature.out_dtype]
         self.program, self.gated = whole.program_of(signature), signature.epilogue.gating is not None
         self.read = whole.reader(signature)
-        # Results that a thread has side by side in a block of 8 columns, which are `block` of D.
-        self.neighbours = terms.neighbours(signature)
+        # Results that a thread has of a block of 8 columns, which are `block` of results.
+        self.neighbours, self.rows = terms.own_shape(config, signature)
         self.block = 4 * self.neighbours
         self.itemsize = self.out_type.width // 8
         self.columns = config.store_columns(self.itemsize, signature)
         self.row_bytes = self.itemsize * self.columns
-        self.buffer_bytes = BLOCK_ROWS * self.row_bytes
+        self.buffer_bytes = self.block_rows * self.row_bytes
         # A warpgroup's buffers of one result; those of the next follow.
         self.result_bytes = config.store_buffers * self.buffer_bytes
         self.group_bytes = len(self.results) * self.result_bytes
@@ -242,7 +226,10 @@ class TmaEpilogue:
 
     def own_corner(self, corner: tuple) -> tuple:
         """(row, column) of D of this thread's first accumulator in the box that begins at `corner`."""
-        return corner[0] + (16 * self.warp + self.lane // 4), corner[1] + self.neighbours * (self.lane % 4)
+        return corner[0] + self._own_row(), corner[1] + self.neighbours * (self.lane % 4)
+
+    def _own_row(self):
+        return terms.own_row(self.warp, self.lane, self.rows)
 
     def _start_terms(self, region) -> None:
         """Binds the operands to a tile."""
@@ -287,9 +274,8 @@ class TmaEpilogue:
         `corner`: (row, column) of D where the buffer's box begins. `address`: where this lane's matrix row of a staged
         operand stands, and where that of the result will stand.
         """
-        size, block = 2 * self.neighbours * count, part * (self.columns // self.block) + first
-        own = accumulators.iterator + (i * (self.config.bn // 2) + 4 * block)
-        own = cute.make_tensor(own, cute.make_layout(size, stride=2 // self.neighbours))
+        size, block = self.rows * self.neighbours * count, part * (self.columns // self.block) + first
+        sums = self._sums(accumulators.iterator + (i * (self.config.bn // 2) + 4 * block), size)
         # A staged operand is read before the program, whose first results may be waited for.
         staged = {
             name: matrix.fragment(address) if matrix.staged
@@ -301,7 +287,7 @@ class TmaEpilogue:
         def leaf(node: Node) -> Any:
             if node.op == "acc":
                 # One by one: loaded as a vector, they would be vectors in the main loop too.
-                held = own if not node.attribute else cute.make_tensor(own.iterator + self.up, own.layout)
+                held = sums[1 if node.attribute else 0]
                 values = Vector.from_elements([held[q] for q in range(size)], Float32)
                 return self.read(cute.TensorSSA(values, size, Float32))
             if node.op != "input":
@@ -317,7 +303,8 @@ class TmaEpilogue:
                 return self.vectors[given.name].fragment(i, block, count)
             return source.number(0, 0)
 
-        rows = [q % 2 + q // 4 * 2 if self.config.swapped else q // self.neighbours % 2 for q in range(size)]
+        each = self.rows * self.neighbours
+        rows = [q % 2 + q // each * 2 if self.config.swapped else q // self.neighbours % 2 for q in range(size)]
         finished, results = finish(self.program, size, leaf, rows), []
         for reduction in self.reductions:
             reduction.add(finished[reduction.number], corner, self.own_corner(corner), first, count)
@@ -327,13 +314,18 @@ class TmaEpilogue:
             results.append(result)
         return results
 
+    def _sums(self, begin, size: int) -> list[Any]:
+        """The `size` accumulators of a thread's results from `begin` on; of a gated program those of gate and of up."""
+        layout = cute.make_layout(size, stride=2 // self.neighbours)
+        return [cute.make_tensor(begin + offset, layout) for offset in ((0, self.up) if self.gated else (0,))]
+
     def _index(self, axis: str, corner, first, size) -> Any:
         """Indices of the elements of `_values`."""
         if axis == "matrix":
             return Int32(self.region.matrix)
         values, own = cute.make_rmem_tensor(size, Int32), self.own_corner(corner)
         for q in range(size):
-            j, r, c = q // (2 * self.neighbours), q // self.neighbours % 2, q % self.neighbours
+            j, r, c = q // (self.rows * self.neighbours), q // self.neighbours % self.rows, q % self.neighbours
             across, down = self.block * (first + j) + c, 8 * r
             row, column = (across, down) if self.config.swapped else (down, across)
             values[q] = Int32(own[0] + row if axis == "row" else own[1] + column)
@@ -361,76 +353,26 @@ class TmaEpilogue:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
-class PlainTmaEpilogue(TmaEpilogue):
-    """The same for results of 32 and of 8 bits, and those of gate and up in pairs: stores of what a thread has side by
-    side take stmatrix's place.
-
-    unit: bytes of such a store. Up to 4 no two lanes meet in a bank: its 8 rows lie in 8 pieces of 16 bytes, as the
-    swizzle has them.
-    """
-
-    def __init__(self, config: HopperConfig, signature: Signature) -> None:
-        super().__init__(config, signature)
-        self.unit = self.neighbours * self.itemsize
-
-    def _start_addresses(self, base, lane) -> None:
-        row, own = self.warp * 16 + lane // 4, (lane & 3) * self.unit
-        swizzle = ((row * self.row_bytes) >> 7) & ((1 << self.swizzle_bits) - 1)
-        self.row_address = base + row * self.row_bytes + (own & 15)
-        # Rows 8 further on have the same swizzle.
-        self.own_piece = (own >> 4) ^ swizzle
-
-    def _address(self, j: int):
-        """Where this lane's columns of block `j` of a buffer lie, in the first of its rows."""
-        piece, within = divmod(4 * j * self.unit, 16)
-        return self.row_address + ((self.own_piece ^ piece) << 4) + within
-
-    def _stage(self, accumulators, corner, i, part, buffer) -> None:
-        count = 2 // self.neighbours  # four results at a time
-        for first in range(0, self.columns // self.block, count):
-            address = None if self.ahead is None else self._address(first) + buffer * self.buffer_bytes
-            results = self._values(accumulators, corner, i, part, first, count, address)
-            for j in range(count):
-                address = self._address(first + j) + buffer * self.buffer_bytes
-                for number, result in enumerate(results):
-                    place = address + number * self.result_bytes if number else address
-                    for r in range(2):
-                        self._put(place + 8 * r * self.row_bytes, result, 2 * j + r)
-
-    def _put(self, place, result, number: int) -> None:
-        """Stores the `number`-th unit of a thread's results."""
-        if self.unit == 8:
-            word = "f32" if self.out_type is Float32 else "s32"
-            cute.arch.inline_ptx(
-                f"st.shared.v2.{word} [{{$r0}}], {{{{$r1}}, {{$r2}}}};",
-                read_only_args=[place, result[2 * number], result[2 * number + 1]],
-            )
-            return
-        unit = cute.recast_tensor(result, {1: Int8, 2: Int16, 4: Int32}[self.unit])[number]
-        unit = unit.to(Int16) if self.unit == 1 else unit
-        cute.arch.inline_ptx(f"st.shared.b{8 * self.unit} [{{$r0}}], {{$r1}};", read_only_args=[place, unit])
-
-
 class TransposedTmaEpilogue(TmaEpilogue):
-    """The same for swapped operands: a buffer holds `columns` rows of D, 64 columns wide."""
+    """The same for swapped operands: a buffer holds `columns` rows of D, which are `block_rows` columns wide."""
 
     turn = ".trans"
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
         super().__init__(config, signature)
-        self.row_bytes = self.itemsize * BLOCK_ROWS
+        self.row_bytes = self.itemsize * self.block_rows
 
     def box(self) -> tuple[int, int]:
-        return self.columns, BLOCK_ROWS
+        return self.columns, self.block_rows
 
     def block_of(self, row, column) -> tuple:
-        return column // self.columns, row // BLOCK_ROWS
+        return column // self.columns, row // self.block_rows
 
     def box_corner(self, i, part, region) -> tuple:
         return region.column + part * self.columns, region.row + i * self.block_step
 
     def own_corner(self, corner: tuple) -> tuple:
-        return corner[0] + 2 * (self.lane % 4), corner[1] + (16 * self.warp + self.lane // 4)
+        return corner[0] + 2 * (self.lane % 4), corner[1] + self._own_row()
 
     def _start_addresses(self, base, lane) -> None:
         # Matrix l / 8 holds accumulator rows 8 (l / 8 % 2) .. of this warp, which are 8 columns of D: one 16-byte
@@ -441,26 +383,3 @@ class TransposedTmaEpilogue(TmaEpilogue):
 
     def _address(self, pair: int):
         return self.row_address + pair * 16 * self.row_bytes
-
-
-class TransposedByteEpilogue(TransposedTmaEpilogue):
-    """The same for results of 8 bits, one by one: those of a fragment lie in two rows of D, 8 columns apart."""
-
-    def _start_addresses(self, base, lane) -> None:
-        # Rows of D of 64 bytes: two neighbours share a line of 128, and so the swizzle. A warp has one piece of a row.
-        quad = lane & 3
-        self.row_address = base + 2 * self.row_bytes * quad + ((self.warp ^ quad) << 4) + lane // 4
-
-    def _address(self, j: int):
-        """Where this lane's first result of block `j` of a buffer lies."""
-        return self.row_address + 8 * j * self.row_bytes
-
-    def _stage(self, accumulators, corner, i, part, buffer) -> None:
-        for j in range(self.columns // 8):
-            address = self._address(j) + buffer * self.buffer_bytes
-            for number, result in enumerate(self._values(accumulators, corner, i, part, j, 1, None)):
-                place = address + number * self.result_bytes if number else address
-                word = cute.recast_tensor(result, Int32)[0]
-                for q in range(4):
-                    own = place + (q % 2 * self.row_bytes + q // 2 * 8)
-                    cute.arch.inline_ptx("st.shared.b8 [{$r0}], {$r1};", read_only_args=[own, word >> (8 * q)])

@@ -77,7 +77,7 @@ def narrowed(config: HopperConfig, signature: Signature, store: Any, columns: in
 
 
 def make_sums(config: HopperConfig, signature: Signature, store: Any) -> Sums:
-    """The way of a configuration to settle sums; `store` is that of `store.make_store`."""
+    """The way of a configuration to settle sums; `store` is that of `stores.make_store`."""
     add = adder(signature)
     if config.stream_k:
         return (StreamSum if signature.work == DENSE else TailSum)(config, store, add)

@@ -29,21 +29,32 @@ from cutegemm.problem import Signature
 from cutegemm.problem.program.graph import I32, Input
 
 
-def neighbours(signature: Signature) -> int:
-    """Results that a thread has side by side in a block of 8 columns of accumulators."""
-    return 1 if signature.epilogue.gating == "pairs" else 2
+def own_shape(config: HopperConfig, signature: Signature) -> tuple[int, int]:
+    """(c, r): results that a thread has side by side in a block of 8 columns of accumulators, and rows of them."""
+    if signature.epilogue.gating != "pairs":
+        return 2, 2
+    return (2, 1) if config.swapped else (1, 2)
+
+
+def own_row(warp, lane, rows: int) -> Any:
+    """A thread's first row of results in a block; it has `rows`.
+
+    One is with gate and up in pairs of swapped operands. Lanes 4 apart have a row of gate and one of up each, and share
+    them out: the lower lane takes those of accumulators r = 0, the upper those of r = 1, which are 4 results on.
+    """
+    return 16 * warp + lane // 4 if rows == 2 else 8 * warp + (lane >> 3) + (lane & 4)
 
 
 def make_vectors(config: HopperConfig, signature: Signature) -> dict[str, Any]:
     """The strategy for each vector operand of the signature's epilogue, by name."""
     found: dict[str, Any] = {}
-    across, beside = 0, neighbours(signature)
+    across, own = 0, own_shape(config, signature)
     for given in config.vectors(signature):
         if config.lies_across(given):
-            found[given.name] = AcrossBias(config, given, across, config.out_columns(signature), beside)
+            found[given.name] = AcrossBias(config, given, across, config.out_columns(signature), own)
             across += 1
         else:
-            found[given.name] = DownBias(config.out_blocks(signature), beside)
+            found[given.name] = DownBias(config.out_blocks(signature), own)
     return found
 
 
@@ -66,14 +77,14 @@ def make_matrices(config: HopperConfig, signature: Signature) -> dict[str, Any]:
 class AcrossBias:
     """An operand with one number for each column of the accumulators, in shared memory."""
 
-    def __init__(self, config: HopperConfig, given: Input, number: int, columns: int, neighbours: int) -> None:
-        """`number`: of the operand among those that lie across, each of which has rows of its own of `columns`.
-        `neighbours`: columns of D that a thread has side by side in a block of 8 columns of accumulators.
+    def __init__(self, config: HopperConfig, given: Input, number: int, columns: int, own: tuple[int, int]) -> None:
+        """`number`: of the operand among those that lie across, each of which has rows of its own of `columns`. `own`:
+        see `own_shape`.
         """
         self.wide: Any = Int32 if given.type == I32 else Float32
         # Rows lie `stride` numbers apart: those of a narrow tile as far as those of the whole one.
         self.columns = self.stride = columns
-        self.first, self.neighbours = number * config.consumers, neighbours
+        self.first, (self.neighbours, self.rows) = number * config.consumers, own
 
     def start(self, memory, group, thread) -> None:
         """Binds to the rows of 32-bit numbers at shared pointer `memory`, one a warpgroup for each operand."""
@@ -104,8 +115,8 @@ class AcrossBias:
         for j in range(count):
             place = aligned(self.memory + (4 * own * (first + j) + self.quad_column), 4 * own)
             cute.autovec_copy(cute.make_tensor(place, cute.make_layout(own)), found[None, j])
-        both_rows = cute.make_layout((own, 2, count), stride=(1, 0, own))
-        return cute.make_tensor(found.iterator, both_rows).load().reshape(2 * own * count)
+        all_rows = cute.make_layout((own, self.rows, count), stride=(1, 0, own))
+        return cute.make_tensor(found.iterator, all_rows).load().reshape(self.rows * own * count)
 
 
 class DownBias:
@@ -113,26 +124,28 @@ class DownBias:
 
     stride = 0
 
-    def __init__(self, blocks: int, neighbours: int) -> None:
-        self.blocks, self.neighbours = blocks, neighbours
+    def __init__(self, blocks: int, own: tuple[int, int]) -> None:
+        """`own`: see `own_shape`."""
+        self.blocks, (self.neighbours, self.rows) = blocks, own
 
     def start(self, memory, group, thread) -> None:
         """Binds to this thread of a warpgroup; no shared memory is needed."""
-        self.own_row = 16 * (thread // 32) + thread % 32 // 4
+        self.own_row = own_row(thread // 32, thread % 32, self.rows)
 
     def load(self, source, row, column, row_step, extent):
         """The operand along this thread's rows; the tile's first is `row`, blocks lie `row_step` apart."""
-        self.values = cute.make_rmem_tensor(2 * self.blocks, source.wide)
-        for i in range(2 * self.blocks):
-            place = cutlass.min(row + self.own_row + (i // 2 * row_step + 8 * (i % 2)), extent - 1)
+        count = self.rows * self.blocks
+        self.values = cute.make_rmem_tensor(count, source.wide)
+        for i in range(count):
+            place = cutlass.min(row + self.own_row + (i // self.rows * row_step + 8 * (i % self.rows)), extent - 1)
             self.values[i] = cute.make_tensor(source.along(place), cute.make_layout(1))[0].to(source.wide)
 
     def fragment(self, block: int, first: int, count: int):
         """A vector for `count` blocks of 8 columns of the block of rows: (c, r, j), c fastest."""
-        size = 2 * self.neighbours * count
+        size = self.rows * self.neighbours * count
         values = cute.make_rmem_tensor(size, self.values.element_type)
         for q in range(size):
-            values[q] = self.values[2 * block + q // self.neighbours % 2]
+            values[q] = self.values[self.rows * block + q // self.neighbours % self.rows]
         return values.load()
 
 

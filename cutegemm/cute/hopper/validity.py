@@ -60,8 +60,13 @@ def _program(config: HopperConfig, signature: Signature) -> str | None:
         return f"{parts} add up and finish single accumulators; gate and up are finished together"
     if config.parts > 1 and config.swapped and signature.epilogue.program.uses("partner"):
         return f"{parts} of swapped operands finish rows of D apart; a program with partner needs neighbours"
-    if gating == "pairs" and config.swapped:
-        return "with swapped operands neighbouring columns of the product lie in different threads; no 'pairs'"
+    if gating == "pairs" and config.swapped and signature.epilogue.program.block_scales:
+        return "with swapped operands gate and up in pairs take no scales of blocks of K"
+    if gating == "pairs" and config.swapped and not config.uses_tma_store(signature):
+        return (
+            "with swapped operands gate and up in pairs lie in different threads, which exchange them on the way to "
+            "TMA's boxes; D, or the program's results and operands, do not go that way"
+        )
     if gating == "halves" and config.swapped and config.group_rows % (2 * BLOCK_ROWS):
         return (
             f"a warpgroup has {config.group_rows} rows; with swapped operands gate and up take multiples of "

@@ -93,6 +93,7 @@ class Work:
         """Of a gated program D has half as many columns as the product, and its tiles as those of accumulators."""
         gated = signature is not None and signature.epilogue.gating is not None
         self.config, self.fold = config, 2 if gated else 1
+        self.block_rows = BLOCK_ROWS if signature is None else config.block_rows(signature)
         self.order = tile_order.parse(config.order)
         self.division = make_division(config)
 
@@ -115,7 +116,7 @@ class Work:
         if self.config.ping_pong:
             own.first, own.step = self.first + group * self.step, 2 * self.step
         else:
-            own.first_row = group * BLOCK_ROWS
+            own.first_row = group * self.block_rows
         return own
 
     def has_rows(self, tile: Tile) -> Any:

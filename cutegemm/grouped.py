@@ -86,7 +86,7 @@ def grouped_gemm(
         counts: (G,) int32, in place of offsets: rows of each matrix that count. Others are not written.
         rows: (T,) int32, for groups of rows: row i of the product is row rows[i] of a, which may have any number of
             rows. An entry that is no row of a, such as -1, gives a row of zeros. 16-bit rows are copied into their
-            order first, and a too, where there are 256 or more a group, a has no more, and b 8192 or more columns.
+            order first, and a too, where there are 256 or more a group, a has no more, and b 5760 or more columns.
         places: (T,) int32, for groups of rows: row i of the product is stored as row places[i] of D. An entry that is
             no row of D is not stored, and rows of D that no entry names are not written. Each row of D is to be named
             once: of two rows with one place either may be stored, and gradients are as if both were.

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from cutegemm import gating, replacing
-from cutegemm.moe import DTYPES, check_precision, moe
+from cutegemm.moe import moe
+from cutegemm.moe_arguments import DTYPES, check_precision
 from cutegemm.problem.grouped_request import MOST_GROUPS
 from cutegemm.pytorch.mlp import reshape_weight
 from cutegemm.pytorch.sharded import is_distributed

@@ -23,18 +23,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cutegemm import backend as backends
 from cutegemm import gating, native
 from cutegemm.grouped import by_operator, grouped_gemm
-from cutegemm.problem import packing, request
+from cutegemm.moe_arguments import check
+from cutegemm.problem import packing
 from cutegemm.problem.dtypes import dtype_name
-from cutegemm.problem.grouped_request import MOST_GROUPS, Sizes
+from cutegemm.problem.grouped_request import Sizes
 from cutegemm.problem.program.derive import Source
 from cutegemm.problem.program.graph import Input, Program
 from cutegemm.problem.program.known import lookup
 from cutegemm.problem.work import ROWS
 from cutegemm.pytorch import autocast, autograd, mlp, sharded, sharding_programs
-from cutegemm.pytorch.combining import combine, spread
+from cutegemm.pytorch.combining import Combine, Spread, combine, spread
 from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.pytorch.grouped_autograd import PRODUCT
 from cutegemm.pytorch.program_gradients import ACC, needed, recording
@@ -44,8 +44,6 @@ from cutegemm.run import fused, grouped, routing
 from cutegemm.run.routing import Routing
 
 WEIGHT = Source("operand", 0)
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_ACCEPTED = ", ".join(map(str, DTYPES))
 
 
 def moe(
@@ -124,10 +122,7 @@ def moe(
         return run(x, experts, weights, w_gate_up, w_down, Settings(activation, precision, backend))
     settings, groups = Settings(activation, precision, backend), w_gate_up.shape[0]
     recorded = torch.is_grad_enabled() and any(each.requires_grad for each in (x, weights, w_gate_up, w_down))
-    if torch.compiler.is_dynamo_compiling():  # within torch.func nothing says that it requires grad
-        beyond = torch._C._are_functorch_transforms_active()
-    else:
-        beyond = is_beyond_autograd(x, experts, weights, w_gate_up, w_down)
+    beyond = _is_beyond(x, experts, weights, w_gate_up, w_down)
     if not (beyond or recorded):
         if torch.compiler.is_dynamo_compiling():
             made: torch.Tensor = torch.ops.cutegemm.moe(x, experts, weights, w_gate_up, w_down, *settings)
@@ -141,6 +136,13 @@ def moe(
     else:
         result = Mixture.apply(*operands, scales, *routed(chosen, scales.detach(), groups, backend), *settings)
     return result.view(*x.shape[:-1], w_down.shape[1])
+
+
+def _is_beyond(*tensors: torch.Tensor) -> bool:
+    """Whether some other transform than autograd sees the call."""
+    if torch.compiler.is_dynamo_compiling():  # within torch.func nothing says that it requires grad
+        return torch._C._are_functorch_transforms_active()
+    return is_beyond_autograd(*tensors)
 
 
 def _by_calls(
@@ -160,21 +162,24 @@ def _by_calls(
         x, w_gate_up, w_down = x.to(dtype), w_gate_up.to(dtype), w_down.to(dtype)
         with torch.autocast(kind, enabled=False):
             return _by_calls(x, experts, weights, w_gate_up, w_down, b_gate_up, b_down, form, precision, backend)
-    settings, groups = Settings("silu", precision, backend), w_gate_up.shape[0]
+    settings, groups, top_k = Settings("silu", precision, backend), w_gate_up.shape[0], experts.shape[-1]
     tokens, chosen, scales = by_tokens(x, experts, weights)
     route = routed(chosen, scales.detach(), groups, backend)
     weight = route.weights
     if weight is None or torch.is_grad_enabled():  # those have no gradient
         weight = _of_rows(scales.masked_fill(chosen != chosen.clamp(0, groups - 1), 0), route)
+    given = (x, weights, w_gate_up, w_down, *biases)
+    # A product's own gradient of gathered rows sorts them, and reads them anew for that of the weights.
+    apart = torch.is_grad_enabled() and any(each.requires_grad for each in given) and not _is_beyond(*given, experts)
+    places = route.rows, route.row_of, top_k, backend
+    if apart:
+        tokens, route = Spread.apply(tokens, *places), route._replace(rows=None)
     of_gate_up = [] if b_gate_up is None else [each[:, None] for each in form.divided(b_gate_up)]
     epilogue = form.first_epilogue(b_gate_up is not None)
     h = settings.hidden(tokens, _stacked(w_gate_up), weight, route, epilogue, of_gate_up)
-    if b_down is None:
-        result = settings.combined(h, w_down.mT, route, experts.shape[-1])
-    else:
-        given = {"text": gating.second_epilogue, "operands": (weight, b_down[:, None])}
-        rows = settings.product(h, w_down.mT, route.ends, **given)
-        result = combine(rows, route.row_of, experts.shape[-1], backend)
+    text, operands = (PRODUCT, ()) if b_down is None else (gating.second_epilogue, (weight, b_down[:, None]))
+    rows = settings.product(h, w_down.mT, route.ends, text=text, operands=operands)
+    result = Combine.apply(rows, *places) if apart else combine(rows, route.row_of, top_k, backend)
     return result.view(*x.shape[:-1], w_down.shape[1])
 
 
@@ -275,7 +280,7 @@ class Settings(NamedTuple):
         """H, (tokens * top_k, F) in sorted order, and what else the program gives; weight: of each row, (rows, 1)."""
         rows = route.rows
         symbolic = torch.compiler.is_dynamo_compiling() or is_beyond_autograd(x, gate_up)
-        if not symbolic and _spreads_first(x, len(rows), gate_up):
+        if rows is not None and not symbolic and _spreads_first(x, len(rows), gate_up):
             x, rows = spread(x, rows, route.row_of, len(rows) // x.shape[0], self.backend), None
         return self.product(x, gate_up.mT, route.ends, text=text, operands=(weight, *biases), rows=rows)
 
@@ -435,79 +440,3 @@ def _of_hidden(
         return both, None
     sums = outs[-1] if wants[0] else outs[-1].sum(1, keepdim=True)
     return both, sums.to(weight.dtype)
-
-
-def check(
-    x: Any, experts: Any, weights: Any, w_gate_up: Any, w_down: Any, activation: Any, precision: Any, backend: Any
-) -> None:
-    """Raises TypeError or ValueError naming the argument, what was given and what is accepted."""
-    tensors = {"x": x, "experts": experts, "weights": weights, "w_gate_up": w_gate_up, "w_down": w_down}
-    check_types(tensors)
-    if not autocast.is_on(x.device.type):
-        for name in ("w_gate_up", "w_down"):
-            if tensors[name].dtype != x.dtype:
-                raise TypeError(f"{name}: got dtype {tensors[name].dtype}, expected that of x, {x.dtype}")
-    mlp.check_activation(activation)
-    check_precision(precision)
-    backends.check_name(backend)
-    _check_shapes(x, experts, weights, w_gate_up, w_down)
-
-
-def check_precision(precision: Any) -> None:
-    """Raises ValueError for a precision that mixtures have not, with which every call would fail."""
-    request.check_precision(precision)
-    if precision not in (None, "ieee"):
-        raise ValueError(f"precision: got {precision!r}; a mixture, whose rows are gathered, accepts None and 'ieee'")
-
-
-def check_types(tensors: dict[str, Any]) -> None:
-    """Raises TypeError or ValueError unless these are what a mixture takes, on the device of the first; by name, those
-    that are not `experts` of a floating dtype.
-    """
-    first, x = next(iter(tensors.items()))
-    for name, tensor in tensors.items():
-        request.check_type(name, tensor)
-        if tensor.layout != torch.strided or tensor.is_nested:
-            raise TypeError(f"{name}: got a nested tensor, or layout {tensor.layout}; expected a dense (strided) one")
-        if name == first and x.device.type not in ("cuda", "cpu", "meta"):
-            raise ValueError(f"{name}: it is on {x.device}, accepted are CUDA and CPU tensors")
-        request.check_device(name, tensor, x.device, first)
-        if not torch.compiler.is_dynamo_compiling() and tensor.is_neg():
-            raise ValueError(f"{name}: it is a lazily negated view; call .resolve_neg()")
-        if name != "experts" and tensor.dtype not in DTYPES:
-            raise TypeError(f"{name}: got dtype {tensor.dtype}, accepted are {_ACCEPTED}")
-    experts = tensors["experts"]
-    if experts.dtype != torch.int64 and experts.dtype != torch.int32:
-        raise TypeError(f"experts: got dtype {experts.dtype}, accepted are torch.int64, torch.int32")
-
-
-def check_chosen(first: str, x: Any, experts: Any, weights: Any) -> None:
-    """Raises ValueError unless experts and weights have shapes that fit x, the argument `first`."""
-    if experts.dim() != x.dim() or experts.shape[:-1] != x.shape[:-1] or experts.shape[-1] == 0:
-        raise ValueError(
-            f"experts: got shape {tuple(experts.shape)}, expected that of {first}, {tuple(x.shape)}, with top_k of 1 "
-            "or more in place of its last extent"
-        )
-    if weights.shape != experts.shape:
-        raise ValueError(f"weights: got shape {tuple(weights.shape)}, expected that of experts, {tuple(experts.shape)}")
-
-
-def _check_shapes(x: Any, experts: Any, weights: Any, w_gate_up: Any, w_down: Any) -> None:
-    if x.dim() < 1:
-        raise ValueError("x: got no dimension, expected (..., H)")
-    dims, rows = w_gate_up.dim(), w_gate_up.shape[1:-1]
-    stacked = (dims == 3 and rows[0] % 2 == 0) or (dims == 4 and rows[0] == 2)
-    if not stacked or w_gate_up.shape[-1] != x.shape[-1]:
-        raise ValueError(
-            f"w_gate_up: got shape {tuple(w_gate_up.shape)}, expected (E, 2 F, {x.shape[-1]}) with x of shape "
-            f"{tuple(x.shape)}"
-        )
-    count, hidden = w_gate_up.shape[0], rows[0] // 2 if dims == 3 else rows[1]
-    if not 1 <= count <= MOST_GROUPS:
-        raise ValueError(f"w_gate_up: got {count} experts, accepted are 1 to {MOST_GROUPS}")
-    if w_down.dim() != 3 or w_down.shape[0] != count or w_down.shape[2] != hidden:
-        raise ValueError(
-            f"w_down: got shape {tuple(w_down.shape)}, expected ({count}, H_out, {hidden}) with w_gate_up of shape "
-            f"{tuple(w_gate_up.shape)}"
-        )
-    check_chosen("x", x, experts, weights)

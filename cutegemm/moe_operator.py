@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from cutegemm.moe import Settings, check, unrecorded
+from cutegemm.moe import Settings, unrecorded
+from cutegemm.moe_arguments import check
 from cutegemm.pytorch.program_autograd import refuse_tangents
 from cutegemm.pytorch.registering import define, refuse_gradients, serve_natively
 

@@ -15,7 +15,7 @@ from cutegemm import replacing
 from cutegemm.comparison import Comparison, LayerError, compare
 from cutegemm.linear import as_rows, linear
 from cutegemm.mixture import MoE, replace_moe
-from cutegemm.moe import DTYPES
+from cutegemm.moe_arguments import DTYPES
 from cutegemm.problem import dtypes, request
 from cutegemm.problem.quantization import INPUTS
 from cutegemm.problem.reference import activate

@@ -18,7 +18,8 @@ import torch
 
 from cutegemm import replacing
 from cutegemm.grouped import grouped_gemm
-from cutegemm.moe import by_tokens, check_chosen, check_types, programs_of, routed
+from cutegemm.moe import by_tokens, programs_of, routed
+from cutegemm.moe_arguments import check_chosen, check_types
 from cutegemm.problem import request
 from cutegemm.problem.grouped_request import MOST_GROUPS, Sizes
 from cutegemm.problem.quantization import ACCEPTED_INPUTS, BLOCK, FORMATS, INPUTS

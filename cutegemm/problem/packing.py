@@ -21,7 +21,7 @@ from cutegemm.problem.work import TABLE as WORKS
 
 STEP = 16
 """Bytes that the distance of packed rows is a multiple of."""
-GATHERED_ROWS, GATHERED_COLUMNS, GATHERED_BYTES = 256, 8192, 2
+GATHERED_ROWS, GATHERED_COLUMNS, GATHERED_BYTES = 256, 5760, 2
 """The least rows a group, the least columns of the product, and the most bytes of an element, for which rows that an
 index names are copied into their order first (docs/grouped_measured.md#gathering-in-a-pass-of-its-own)."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

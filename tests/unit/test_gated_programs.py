@@ -35,7 +35,7 @@ def problem(m: int, n: int, k: int, gating: str = "halves", dtype: str = "bf16",
     [
         ("128x128x64/coop2/c1x1/s4/row/k4", "halves", "splits of K and clusters along K add up and finish single"),
         ("128x128x64/coop2/c1x1x2/s4/row", "pairs", "splits of K and clusters along K add up and finish single"),
-        ("128x32x64/coop1/c1x1/s4/row/swap", "pairs", "neighbouring columns of the product lie in different threads"),
+        ("128x32x64/coop1/c1x1/s4/row/slab/swap", "pairs", "exchange them on the way to TMA.s boxes"),
         ("64x32x64/coop1/c1x1/s4/row/swap", "halves", "a warpgroup has 64 rows; .* gate and up take multiples of 128"),
         ("192x32x64/coop1/c1x1/s4/row/swap", "halves", "a warpgroup has 192 rows"),
     ],

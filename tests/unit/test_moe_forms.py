@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import sys
 
 import pytest
 import torch
@@ -95,6 +96,8 @@ def test_gradients_of_gradients_and_by_torch_func(seed):
         agree(mine, exactly, 1e-5)
 
 
+# Dynamo itself makes an instance of torch.autograd.Function.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("records", [False, True])
 def test_compiled_calls_take_any_number_of_tokens(records, seed):
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -317,3 +320,17 @@ def test_a_model_of_gpt_oss(seed):
     theirs = dict(model.named_parameters())
     for key, mine in ours.named_parameters():
         assert (mine.grad - theirs[key].grad).abs().max() <= 1e-4 * theirs[key].grad.abs().max(), key
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_products_gather_no_rows_while_gradients_are_recorded(records, seed, monkeypatch):
+    """Their gradient would sort the rows; those of the kernels that copy and add up rows are each other."""
+    module, gathered = sys.modules["cutegemm.moe"], []
+    product = module.grouped_gemm
+    monkeypatch.setattr(
+        module, "grouped_gemm", lambda *given, rows, **rest: gathered.append(rows) or product(*given, rows=rows, **rest)
+    )
+    given = drawn(seed=seed)
+    with torch.set_grad_enabled(records):
+        moe(*given, activation=LIMIT)
+    assert [rows is not None for rows in gathered] == [not records, False]

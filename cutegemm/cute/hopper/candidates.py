@@ -155,7 +155,7 @@ def _fitted(signature: Signature, texts: Sequence[str]) -> tuple[str, ...]:
 
 
 def _may_be_fitted(signature: Signature) -> bool:
-    gated = signature.epilogue.gating is not None and signature.b_major == "n"
+    gated = signature.epilogue.gating == "halves" and signature.b_major == "n"
     return signature.work in STREAMED_WORKS and ITEMSIZE[signature.dtype] == 2 and not gated
 
 
@@ -305,8 +305,8 @@ def _is_swapped_beyond(text: str, most: int) -> bool:
 def _is_swapped_beside_halves(text: str) -> bool:
     """Whether it is a swapped tile that has no room for gate and up in halves.
 
-    Those of 192 rows, as which the model takes gate and up in pairs to be fastest, took 6 % longer on an H200 than 128x48
-    with gpt-oss's 32 experts and 1024 rows, and 8 % longer than 128x256 with 16384.
+    Those of 192 rows, which the model takes to be fastest for pairs, took 6 % longer on an H200 than 128x48 with 32
+    experts of gpt-oss and 1024 rows, and 8 % longer than 128x256 with 16384.
     """
     config = HopperConfig.parse(text)
     return config.swapped and config.group_rows % (2 * BLOCK_ROWS) != 0

@@ -29,6 +29,7 @@ def _operands(m: int, n: int) -> tuple[torch.Tensor, ...]:
 
 PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int, int], tuple[torch.Tensor, ...]]]] = {
     "swiglu": (ops.swiglu, lambda m, n: ()),
+    "swiglu_pairs": (ops.swiglu_pairs, lambda m, n: ()),
     "statistics": (_with_statistics, _operands),
     "rotation": (ops.rope, lambda m, n: (torch.randn(m, n).bfloat16(), torch.randn(m, n).bfloat16())),
 }

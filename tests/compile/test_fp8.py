@@ -31,6 +31,12 @@ def gated(gating: str = "halves", across: int = 128, out_dtype: str = "bf16") ->
     return Epilogue(custom=simplified(parse(f"def epilogue({given}) -> {out_dtype}: return silu(gate) * up")))
 
 
+def pairs(out_dtype: str = "bf16") -> Epilogue:
+    """Without scales of blocks, which swapped operands do not take."""
+    text = f"def epilogue(gate: pairs[0], up: pairs[1], x0: fp32[M, 1]) -> {out_dtype}: return silu(gate * x0) * up"
+    return Epilogue(custom=simplified(parse(text)))
+
+
 def build(config: str, dtype: str = "e4m3", **given):
     problem = Problem.of(4096, 4096, 4096, dtype, **given)
     chosen = CUTE.parse(f"sm90/{config}")
@@ -102,6 +108,8 @@ def test_no_spills(config, given):
         ("128x192x128/coop2/c2x1/s4/serp8/zig/pdl", {"epilogue": gated("pairs")}, {"STS.U16": 48}),
         ("128x192x128/coop2/c2x1/s4/serp8/zig/pdl", {"epilogue": gated("pairs", out_dtype="e4m3"), "out_dtype": "e4m3"},
          {"STS.U8": 48}),
+        ("128x64x128/coop2/c1x1/s4/serp8/swap/pdl", {"epilogue": pairs()}, {"STS.U16": 16}),
+        ("128x64x128/pp/c1x1/s4/serp8/swap/pdl", {"epilogue": pairs("e5m2"), "out_dtype": "e5m2"}, {"STS.U8": 32}),
     ],
 )  # fmt: skip
 def test_results_that_plain_stores_bring_to_tma(config, given, stores):

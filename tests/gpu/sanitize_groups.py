@@ -47,6 +47,8 @@ CONFIGS = {
 }
 HALVES = ("sm90/128x256x128/coop2/c1x1/s3/serp2/zig/pdl/half", "sm90/128x192x128/coop2/c2x1/s3/serp2/half")
 """Run with scales of blocks and gate and up of 128 columns each."""
+SWAPPED = ("sm90/128x32x64/pp/c1x1/s3/g2/swap/pdl", "sm90/256x48x64/coop2/c1x1/s3/g2/swap/zig/fit")
+"""Run with gate and up in pairs, of which lanes exchange accumulators."""
 GATED = ((ops.swiglu, torch.bfloat16), (ops.swiglu_pairs, torch.bfloat16), (ops.swiglu, torch.float8_e4m3fn))
 KINDS = ("sum", "operand", "plain")
 SIZES = (5, 0, 37, 1, 140)
@@ -72,6 +74,13 @@ def cases(device: str) -> Iterator[tuple[GroupCase, str]]:
             out_dtype=out,
         )  # fmt: skip
         case.epilogue = gating
+        if cute.check(cute.parse(config), _problem(case), card) is None:
+            yield case, config
+
+    for config, work in product(SWAPPED, (RAGGED_M, GATHERED, MASKED)):
+        number += 1
+        case = GroupCase.random(work, SIZES, 200, 144, 136, "bf16", seed=number, tail=1, majors="tt", device=device)
+        case.epilogue = ops.swiglu_pairs
         if cute.check(cute.parse(config), _problem(case), card) is None:
             yield case, config
 

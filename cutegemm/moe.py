@@ -110,9 +110,7 @@ def moe(
     check(x, experts, weights, w_gate_up, w_down, activation, precision, backend)
     kind = x.device.type
     if autocast.is_on(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        precision = None if x.dtype == torch.float32 and dtype != torch.float32 else precision
-        x, w_gate_up, w_down = x.to(dtype), w_gate_up.to(dtype), w_down.to(dtype)
+        precision, (x, w_gate_up, w_down) = _cast(precision, x, w_gate_up, w_down)
         with torch.autocast(kind, enabled=False):
             return moe(
                 x, experts, weights, w_gate_up, w_down, activation=activation, precision=precision, backend=backend
@@ -138,6 +136,14 @@ def moe(
     return result.view(*x.shape[:-1], w_down.shape[1])
 
 
+def _cast(precision: str | None, *tensors: torch.Tensor) -> tuple[str | None, list[torch.Tensor]]:
+    """What autocast, which is on, makes of x and weights, and the precision that is left of the one asked for."""
+    x = tensors[0]
+    dtype = torch.get_autocast_dtype(x.device.type)
+    narrowed = x.dtype == torch.float32 and dtype != torch.float32
+    return None if narrowed else precision, [each.to(dtype) for each in tensors]
+
+
 def _is_beyond(*tensors: torch.Tensor) -> bool:
     """Whether some other transform than autograd sees the call."""
     if torch.compiler.is_dynamo_compiling():  # within torch.func nothing says that it requires grad
@@ -157,9 +163,7 @@ def _by_calls(
         raise ValueError("moe: with biases, interleaved=True or a function for activation it takes no DTensors")
     kind = x.device.type
     if autocast.is_on(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        precision = None if x.dtype == torch.float32 and dtype != torch.float32 else precision
-        x, w_gate_up, w_down = x.to(dtype), w_gate_up.to(dtype), w_down.to(dtype)
+        precision, (x, w_gate_up, w_down) = _cast(precision, x, w_gate_up, w_down)
         with torch.autocast(kind, enabled=False):
             return _by_calls(x, experts, weights, w_gate_up, w_down, b_gate_up, b_down, form, precision, backend)
     settings, groups, top_k = Settings("silu", precision, backend), w_gate_up.shape[0], experts.shape[-1]

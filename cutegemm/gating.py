@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -50,7 +51,7 @@ _FUNCTIONS: dict[Any, Function] = {
     "silu": _by_name(ops.silu), "gelu": _by_name(ops.gelu), "gelu_tanh": _by_name(ops.gelu_tanh),
     "relu": _by_name(ops.relu),
 }  # fmt: skip
-"""One for each activation that is none, so that `lookup` knows it again."""
+"""The function for each activation that is not one itself: always the same, so that `lookup` knows it again."""
 
 
 class Form(NamedTuple):
@@ -149,6 +150,25 @@ def _check_function(function: Function) -> None:
         outputs = lookup(epilogue, ()).outputs
     except EpilogueError as why:
         _, returns, what = str(why).partition(": the epilogue returns ")
-        raise EpilogueError(f"activation: the function returns {what}" if returns else f"activation: {why}") from why
+        kind = what.partition(", accepted")[0]
+        found = f"the function returns {kind}, expected one value made of gate and up" if returns else why
+        raise EpilogueError(f"activation: {found}") from why
+    except TypeError:
+        _check_parameters(function)
+        raise
     if len(outputs) != 1 or outputs[0].reduce is not None:
         raise EpilogueError("activation: the function returns several results or a reduction, expected one value")
+
+
+def _check_parameters(function: Function) -> None:
+    """Raises TypeError for a function that does not take gate and up."""
+    try:
+        parameters = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        parameters.bind(0, 0)
+    except TypeError as why:
+        raise TypeError(
+            f"activation: it is called with gate and up, and its parameters are {parameters}: {why}"
+        ) from None

@@ -83,8 +83,8 @@ class MoE(replacing.Translating):
         _check_options(precision, backend)
         if router is not None and not isinstance(router, torch.nn.Module):
             raise TypeError(f"router: got {type(router).__name__}, expected a torch.nn.Module or None")
-        for name, part in zip(NAMES, parts, strict=True):
-            self.register_parameter(name, part)
+        for place in (0, 2, 1, 3):  # the order of Hugging Face's, by which an optimizer's state knows them
+            self.register_parameter(NAMES[place], parts[place])
         self.router, self.transposed = router, transposed
         self.activation, self.interleaved = form
         self.precision, self.backend = precision, backend
@@ -199,10 +199,12 @@ def replace_moe(
     transposed, in fp16, bf16 or fp32, and gate_up_proj_bias and down_proj_bias or neither, called with the tokens,
     their experts and the weights. Their act_fn is SiLU or a GELU; or they have a gating of their own, with a limit as
     gpt-oss, MiniMax-M3 and DeepSeek-V4 do (`cutegemm.ops.clamped_swiglu`). One is replaced when it computes what
-    `cutegemm.moe` does, which is tried on two random tokens, one of them so large that a gate which clamps its input is
-    found, unless its weights are on the meta device. Parameters are kept, not copied, with their names in state_dict;
-    the router stays the model's. Left as they are: other modules, experts that are sharded (expert parallelism,
-    DTensors), quantized, or with a hook, more than 1024 of them, and those for which `where(name, module)` is false.
+    `cutegemm.moe` does. A gating of its own is tried below its limit and beyond; all of it on two random tokens, one of
+    them so large that a gate which clamps its input is found, but with weights on the meta device. The model calls the
+    replacement by position, as those of transformers do. Parameters are kept, not copied, in their order and with their
+    names in state_dict; the router stays the model's. Left as they are: other modules, experts that are sharded (expert
+    parallelism, DTensors), quantized, or with a hook, more than 1024 of them, and those for which `where(name, module)`
+    is false.
 
     With `dtype` ("fp8", "int8" or another one that `Fp8Linear` takes) the replacement is an `Fp8MoE`, whose weights are
     quantized now, with `scaling` and `accumulate` as there, and a `MoE` is replaced, too; `precision` is then refused.
@@ -270,7 +272,22 @@ def _activation_of(module: torch.nn.Module) -> str | gating.Function | None:
     )
     if limit is None:
         return None
-    return gating.ClampedSwiglu(limit) if alpha is None else gating.ClampedSwiglu(limit, alpha, 1.0)
+    found = gating.ClampedSwiglu(limit) if alpha is None else gating.ClampedSwiglu(limit, alpha, 1.0)
+    return found if _gates_alike(own, gating.Form(found, getattr(module, "is_concatenated", True) is False)) else None
+
+
+@torch.no_grad()
+def _gates_alike(own: Any, form: gating.Form) -> bool:
+    """Whether a module's own gating, which needs no weights, computes what a form does, below its limit and beyond."""
+    generator = torch.Generator().manual_seed(0)
+    both = torch.randn(2, 64, generator=generator)
+    both[1] *= 2 * abs(getattr(form.activation, "limit", 1.0))
+    want = form.function()(*form.divided(both))
+    try:
+        found = own(both)
+        return bool(((found - want).abs() <= 1e-5 * want.abs().amax(1, keepdim=True)).all())
+    except Exception:  # whatever it takes, it is not gate and up
+        return False
 
 
 def _quantizable(module: torch.nn.Module) -> Stacked | None:

@@ -94,7 +94,8 @@ def moe(
     `interleaved`, a call is made of two `grouped_gemm`s, in Python, and DTensors are refused.
 
     Raises:
-        TypeError, ValueError: a bad argument; the message names it, what was given and what is accepted.
+        TypeError, ValueError: a bad argument; the message names it, what was given and what is accepted. EpilogueError,
+            a TypeError, for a function that can be no epilogue.
         UnsupportedError, GemmError, NotImplementedError: as `grouped_gemm`.
     """
     form = gating.Form(activation, interleaved)

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from cutegemm import backend as backends
+from cutegemm import gating
 from cutegemm.problem import request
 from cutegemm.problem.grouped_request import MOST_GROUPS
-from cutegemm.pytorch import autocast, mlp
+from cutegemm.pytorch import autocast
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ACCEPTED = ", ".join(map(str, DTYPES))
@@ -25,7 +26,7 @@ def check(
         for name in ("w_gate_up", "w_down"):
             if tensors[name].dtype != x.dtype:
                 raise TypeError(f"{name}: got dtype {tensors[name].dtype}, expected that of x, {x.dtype}")
-    mlp.check_activation(activation)
+    gating.check_form(activation, False)
     check_precision(precision)
     backends.check_name(backend)
     _check_shapes(x, experts, weights, w_gate_up, w_down)

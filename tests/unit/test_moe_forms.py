@@ -122,7 +122,9 @@ BOTH, ONE = (each.detach() for each in drawn_biases(*GIVEN[3:]))
 REFUSED = [
     ({"activation": 5}, ValueError, "activation: got 5, accepted are 'silu', 'gelu', 'gelu_tanh', 'relu', and a fun"),
     ({"activation": "tanh", "b_down": ONE}, ValueError, "activation: got 'tanh', accepted are 'silu'"),
-    ({"activation": lambda gate, up: 3}, EpilogueError, "activation: the function returns int, accepted are values"),
+    ({"activation": lambda gate, up: 3}, EpilogueError, "activation: the function returns int, expected one value"),
+    ({"activation": ops.silu}, TypeError, "activation: it is called with gate and up, and its parameters are (x"),
+    ({"activation": ops.clamped_swiglu}, TypeError, "missing a required argument: 'limit'"),
     ({"activation": lambda gate, up: (gate, up)}, EpilogueError, "activation: the function returns several results"),
     ({"activation": lambda gate, up: ops.row_sum(up)}, EpilogueError, "activation: the function returns several res"),
     ({"activation": lambda gate, up: gate + "a"}, EpilogueError, "arithmetic got str: accepted are values"),
@@ -251,6 +253,18 @@ class LimitedBehind(Limited):
         return self.act_fn(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
 
 
+class Unlimited(GptOss):
+    """One whose limit no number reaches on two tokens, and which its gating does not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.limit = 1000.0
+
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
 class Turned(GptOss):
     """One whose attribute says that gate and up take turns, and which has halves."""
 
@@ -268,14 +282,15 @@ def test_experts_with_a_limit_are_replaced(kind, dtype, seed):
     assert isinstance(made, MoE)
     assert made.training
     assert {name: id(each) for name, each in model.named_parameters()} == {n: id(p) for n, p in held.items()}
-    assert set(model.state_dict()) == set(before.state_dict())
+    assert list(model.state_dict()) == list(before.state_dict())
     x, experts, weights = (5 * torch.randn(7, 8)).to(dtype), GIVEN[1], GIVEN[2].to(dtype)
     agree(made(x, experts, weights), before["experts"](x, experts, weights).double(), 0.03)
-    assert isinstance(replace_moe(before, where=lambda name, module: True)["experts"], MoE)
+    assert isinstance(replace_moe(before.to("meta"), where=lambda name, module: True)["experts"], MoE)
 
 
 def test_other_gatings_stay():
     kept = {"behind": LimitedBehind(), "turned": Turned(), "wrong": GptOss(), "narrow": GptOss(), "own": GptOss()}
+    kept |= {"unlimited": Unlimited(), "meta": LimitedBehind().to("meta")}
     kept["wrong"].down_proj_bias = torch.nn.Parameter(torch.zeros(5, 7))
     kept["narrow"].gate_up_proj_bias = torch.nn.Parameter(torch.zeros(12))
     del kept["own"].limit
@@ -311,7 +326,7 @@ def test_a_model_of_gpt_oss(seed):
         torch.nn.init.normal_(layer.mlp.experts.down_proj_bias)
     ours = replace_moe(copy.deepcopy(model))
     assert all(isinstance(layer.mlp.experts, MoE) for layer in ours.model.layers)
-    assert set(ours.state_dict()) == set(model.state_dict())
+    assert list(ours.state_dict()) == list(model.state_dict())
     ids = torch.randint(0, 64, (2, 9))
     found = [each(ids, labels=ids) for each in (ours, model)]
     torch.testing.assert_close(found[0].logits, found[1].logits, rtol=1e-4, atol=1e-5)

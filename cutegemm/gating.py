@@ -16,6 +16,7 @@ from cutegemm import ops
 from cutegemm.errors import EpilogueError
 from cutegemm.problem import request
 from cutegemm.problem.dtypes import TERMS, torch_dtype
+from cutegemm.problem.program.graph import Program
 from cutegemm.problem.program.known import lookup
 from cutegemm.pytorch.mlp import GATES
 
@@ -111,6 +112,13 @@ def check(form: Form, w_gate_up: Any, w_down: Any, b_gate_up: Any, b_down: Any) 
     """Raises TypeError or ValueError naming the argument, what was given and what is accepted. The weights fit."""
     activation, interleaved = form
     check_form(activation, interleaved)
+    if b_gate_up is not None and not isinstance(activation, str) and not torch.compiler.is_dynamo_compiling():
+        read = {node.attribute for node in _traced(form.function()).nodes if node.op == "acc"}
+        if len(read) < 2:
+            raise ValueError(
+                f"b_gate_up: got one with a function for activation that reads {'up' if 1 in read else 'gate'} alone; "
+                "expected None, or a function of both"
+            )
     if interleaved and w_gate_up.dim() == 4:
         raise ValueError(
             f"interleaved: got True with w_gate_up of shape {tuple(w_gate_up.shape)}, which stacks gate and up; "
@@ -124,6 +132,8 @@ def check(form: Form, w_gate_up: Any, w_down: Any, b_gate_up: Any, b_down: Any) 
         if bias.is_nested or bias.layout != torch.strided:
             raise TypeError(f"{name}: got a nested tensor or layout {bias.layout}, expected a dense (strided) one")
         request.check_device(name, bias, w_gate_up.device, "w_gate_up")
+        if not torch.compiler.is_dynamo_compiling() and bias.is_neg():
+            raise ValueError(f"{name}: it is a lazily negated view; call .resolve_neg()")
         if bias.dtype not in _BIASES:
             raise TypeError(f"{name}: got dtype {bias.dtype}, accepted are {', '.join(map(str, _BIASES))}")
         if bias.dim() != 2 or bias.shape[0] != count or bias.shape[1] != extent:
@@ -142,12 +152,20 @@ def check_form(activation: Any, interleaved: Any) -> None:
 
 
 def _check_function(function: Function) -> None:
+    outputs = _traced(function).outputs
+    if len(outputs) != 1 or outputs[0].reduce is not None:
+        raise EpilogueError("activation: the function returns several results or a reduction, expected one value")
+
+
+def _traced(function: Function) -> Program:
+    """The program of a function of gate and up. Raises TypeError or EpilogueError where it can be none."""
+
     def epilogue(acc: Any) -> Any:
         gate, up = ops.halves(acc)
         return function(gate, up)
 
     try:
-        outputs = lookup(epilogue, ()).outputs
+        return lookup(epilogue, ())
     except EpilogueError as why:
         _, returns, what = str(why).partition(": the epilogue returns ")
         kind = what.partition(", accepted")[0]
@@ -156,8 +174,6 @@ def _check_function(function: Function) -> None:
     except TypeError:
         _check_parameters(function)
         raise
-    if len(outputs) != 1 or outputs[0].reduce is not None:
-        raise EpilogueError("activation: the function returns several results or a reduction, expected one value")
 
 
 def _check_parameters(function: Function) -> None:

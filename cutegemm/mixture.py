@@ -94,6 +94,12 @@ class MoE(replacing.Translating):
             reshape_weight(state, f"{prefix}gate_up_proj", self.gate_up_proj)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it has neither biases, nor interleaved or transposed weights, nor a function for its activation."""
+        biased = self.gate_up_proj_bias is not None or self.down_proj_bias is not None
+        return gating.Form(self.activation, self.interleaved).is_plain and not (biased or self.transposed)
+
+    @property
     def num_experts(self) -> int:
         """The number of experts."""
         return self.gate_up_proj.shape[0]
@@ -267,7 +273,7 @@ def _activation_of(module: torch.nn.Module) -> str | gating.Function | None:
     if getattr(own, "__name__", "_default_apply_gate") == "_default_apply_gate":
         return replacing.activation_of(getattr(module, "act_fn", None))
     limit, alpha = (
-        next((found for name in names if isinstance(found := getattr(module, name, None), (int, float))), None)
+        next((found for name in names if type(found := getattr(module, name, None)) in (int, float)), None)
         for names in (("limit", "swiglu_limit"), ("alpha", "swiglu_alpha"))
     )
     if limit is None:
@@ -301,9 +307,7 @@ def _quantizable(module: torch.nn.Module) -> Stacked | None:
         replacing.computes_itself(x) or is_distributed(x) or x.dtype not in DTYPES or not x.numel() or x.is_neg()
         for x in parts
     )
-    more = module.transposed or not form.is_plain
-    more = more or module.gate_up_proj_bias is not None or module.down_proj_bias is not None
-    return None if unlike or more or not fit(*(tuple(x.shape) for x in parts)) else Stacked(form)
+    return None if unlike or not module.is_plain or not fit(*(tuple(x.shape) for x in parts)) else Stacked(form)
 
 
 def _replaced(module: Any, stacked: Stacked, precision: str | None, backend: str, **options: Any) -> torch.nn.Module:
@@ -342,4 +346,5 @@ def _is_like_ours(module: Any, stacked: Stacked) -> bool:
             want += (form.function()(gate, up) @ narrow[expert].float().t() + of_down) * weight[:, None]
         return want, (x, chosen, weights)
 
-    return replacing.computes(module, attempt)
+    # A bias, where weights are small, may be all that shows of a result.
+    return replacing.computes(module, attempt, draws=stacked.biased)

@@ -39,7 +39,8 @@ class GatedParallel(ParallelStyle):
 
     Raises (from `parallelize_module`):
         TypeError: the module is neither.
-        ValueError: the mesh has another number of dimensions than 1.
+        ValueError: the mesh has another number of dimensions than 1; a MoE has biases, interleaved or transposed
+            weights, or a function for its activation. The module is as it was.
     """
 
     def __init__(
@@ -60,6 +61,11 @@ class GatedParallel(ParallelStyle):
             raise TypeError(
                 f"module: got {type(module).__name__}, accepted are cutegemm.nn.SwiGLU and MoE, which "
                 "replace_mlps and replace_moe make; linear layers take torch's ColwiseParallel and RowwiseParallel"
+            )
+        if isinstance(module, MoE) and not module.is_plain:
+            raise ValueError(
+                "module: got a MoE with biases, interleaved or transposed weights, or a function for activation, which "
+                "DTensors do not compute; accepted are those with none of these"
             )
         if device_mesh.ndim != 1:
             raise ValueError(f"device_mesh: got {device_mesh.ndim} dimensions, expected 1; pass mesh['name'] of one")

@@ -86,16 +86,16 @@ Attempt = Callable[..., tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
 
 
 @torch.no_grad()
-def computes(module: Any, attempt: Attempt) -> bool:
+def computes(module: Any, attempt: Attempt, draws: bool = False) -> bool:
     """Whether a module computes what `attempt` says of its parameters, which it gets with underscores in place of dots,
     up to the rounding of results on their way, as torch does it: in training and in evaluation, whose mode it keeps.
 
-    Where that is zero, as with weights that are zero before training, other weights are tried.
+    Where that is zero, as with weights that are zero before training, other weights are tried; with `draws` everywhere.
     """
     own: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     drawn: dict[str, torch.Tensor] | None = None
     want, inputs = attempt(**_as_arguments(own))
-    if not want.abs().amax(1).all():
+    if draws or not want.abs().amax(1).all():
         drawn = {name: torch.empty_like(each) for name, each in own.items()}
         generator = torch.Generator(want.device).manual_seed(0)
         for each in drawn.values():

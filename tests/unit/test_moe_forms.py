@@ -123,6 +123,8 @@ REFUSED = [
     ({"activation": 5}, ValueError, "activation: got 5, accepted are 'silu', 'gelu', 'gelu_tanh', 'relu', and a fun"),
     ({"activation": "tanh", "b_down": ONE}, ValueError, "activation: got 'tanh', accepted are 'silu'"),
     ({"activation": lambda gate, up: 3}, EpilogueError, "activation: the function returns int, expected one value"),
+    ({"activation": lambda gate, up: up, "b_gate_up": BOTH}, ValueError, "b_gate_up: got one with a function"),
+    ({"b_down": torch._neg_view(ONE)}, ValueError, "b_down: it is a lazily negated view"),
     ({"activation": ops.silu}, TypeError, "activation: it is called with gate and up, and its parameters are (x"),
     ({"activation": ops.clamped_swiglu}, TypeError, "missing a required argument: 'limit'"),
     ({"activation": lambda gate, up: (gate, up)}, EpilogueError, "activation: the function returns several results"),
@@ -265,6 +267,26 @@ class Unlimited(GptOss):
         return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
 
 
+class Hidden(GptOss):
+    """One that says it is as Mixtral's, and where a bias may hide that it is not."""
+
+    is_concatenated, _apply_gate = True, None
+
+    def __init__(self):
+        super().__init__()
+        self.act_fn = torch.nn.SiLU()
+
+    def forward(self, hidden_states, router_indices, routing_weights):
+        result = torch.zeros_like(hidden_states)
+        for expert in router_indices.unique().tolist():
+            token, choice = torch.where(router_indices == expert)
+            both = hidden_states[token] @ self.gate_up_proj[expert] + self.gate_up_proj_bias[expert]
+            up, gate = both.chunk(2, -1)
+            found = (self.act_fn(gate) * up) @ self.down_proj[expert] + self.down_proj_bias[expert]
+            result.index_add_(0, token, found * routing_weights[token, choice, None])
+        return result
+
+
 class Turned(GptOss):
     """One whose attribute says that gate and up take turns, and which has halves."""
 
@@ -290,7 +312,11 @@ def test_experts_with_a_limit_are_replaced(kind, dtype, seed):
 
 def test_other_gatings_stay():
     kept = {"behind": LimitedBehind(), "turned": Turned(), "wrong": GptOss(), "narrow": GptOss(), "own": GptOss()}
-    kept |= {"unlimited": Unlimited(), "meta": LimitedBehind().to("meta")}
+    kept |= {"unlimited": Unlimited(), "meta": LimitedBehind().to("meta"), "flag": GptOss(), "zero": Turned()}
+    kept["flag"].limit = True
+    kept["zero"].down_proj.data.zero_()
+    kept["hidden"] = Hidden()
+    kept["hidden"].down_proj.data.zero_()
     kept["wrong"].down_proj_bias = torch.nn.Parameter(torch.zeros(5, 7))
     kept["narrow"].gate_up_proj_bias = torch.nn.Parameter(torch.zeros(12))
     del kept["own"].limit

@@ -228,7 +228,13 @@ def test_functions_compute_on_tensors_what_the_program_computes(name):
             ops.repeated(torch.ones(2, 2), 2)
         return
     x = torch.randn(6, 8, dtype=torch.float64).abs() + 0.1
-    operands = {"minimum": [1.0], "maximum": [1.0], "clamp": [0.5, 1.0], "scaled": [2.0, 3.0]}.get(name, [])
+    operands = {
+        "minimum": [1.0],
+        "maximum": [1.0],
+        "clamp": [0.5, 1.0],
+        "scaled": [2.0, 3.0],
+        "clamped_swiglu": [0.7, 1.0, 1.7, 1.0],
+    }.get(name, [])
     function = getattr(ops, name)
     if name == "where":
         assert ops.where(x > 1, x, 0.0).equal(evaluate(trace(lambda acc: ops.where(acc > 1, acc, 0.0), ()), x, [])[0])

@@ -16,7 +16,7 @@ from cutegemm.problem import Signature
 
 
 class PlainTmaEpilogue(TmaEpilogue):
-    """The same for results of 32 and of 8 bits, and those of gate and up in pairs: stores of what a thread has side by
+    """`TmaEpilogue` for results of 32 and of 8 bits, and those of gate and up in pairs: stores of what a thread has side by
     side take stmatrix's place.
 
     unit: bytes of such a store. Up to 4 no two lanes meet in a bank: its 8 rows lie in 8 pieces of 16 bytes, as the
@@ -66,7 +66,9 @@ class PlainTmaEpilogue(TmaEpilogue):
 
 
 class TransposedByteEpilogue(TransposedTmaEpilogue):
-    """The same for results of 8 bits, one by one: those of a fragment lie in two rows of D, 8 columns apart."""
+    """`TransposedTmaEpilogue` for results of 8 bits, stored one by one: a thread has those of two rows of D, 8 columns
+    apart.
+    """
 
     def _start_addresses(self, base, lane) -> None:
         # Rows of D of 64 bytes: two neighbours share a line of 128, and so the swizzle. A warp has one piece of a row.
@@ -89,7 +91,7 @@ class TransposedByteEpilogue(TransposedTmaEpilogue):
 
 
 class TransposedPairsEpilogue(TransposedTmaEpilogue):
-    """The same for gate and up in pairs, which are neighbouring rows of accumulators, in lanes 4 apart.
+    """`TransposedTmaEpilogue` for gate and up in pairs, which are neighbouring rows of accumulators, in lanes 4 apart.
 
     Of the two rows that a thread has of each column it keeps one and sends the other, so that it has gate and up of one
     result. Results, of 16 and 8 bits, are stored one by one: those of a warp are 8 columns of D.

@@ -16,8 +16,8 @@ from cutegemm.problem import Signature
 
 
 class PlainTmaEpilogue(TmaEpilogue):
-    """`TmaEpilogue` for results of 32 and of 8 bits, and those of gate and up in pairs: stores of what a thread has side
-    by side take stmatrix's place.
+    """`TmaEpilogue` for results of 32 and of 8 bits, and those of gate and up in pairs: stores of what a thread has
+    side by side take stmatrix's place.
 
     unit: bytes of such a store. Up to 4 no two lanes meet in a bank: its 8 rows lie in 8 pieces of 16 bytes, as the
     swizzle has them.

@@ -111,9 +111,9 @@ def second_epilogue(acc: Any, weight: Any, bias: Any) -> Any:
 def check(form: Form, w_gate_up: Any, w_down: Any, b_gate_up: Any, b_down: Any) -> None:
     """Raises TypeError or ValueError naming the argument, what was given and what is accepted. The weights fit."""
     activation, interleaved = form
-    check_form(activation, interleaved)
-    if b_gate_up is not None and not isinstance(activation, str) and not torch.compiler.is_dynamo_compiling():
-        read = {node.attribute for node in _traced(form.function()).nodes if node.op == "acc"}
+    program = check_form(activation, interleaved)
+    if b_gate_up is not None and program is not None:
+        read = {node.attribute for node in program.nodes if node.op == "acc"}
         if len(read) < 2:
             raise ValueError(
                 f"b_gate_up: got one with a function for activation that reads {'up' if 1 in read else 'gate'} alone; "
@@ -140,21 +140,23 @@ def check(form: Form, w_gate_up: Any, w_down: Any, b_gate_up: Any, b_down: Any) 
             raise ValueError(f"{name}: got shape {tuple(bias.shape)}, expected {(count, extent)} with these weights")
 
 
-def check_form(activation: Any, interleaved: Any) -> None:
-    """Raises TypeError, ValueError or EpilogueError unless these are what `Form` has."""
+def check_form(activation: Any, interleaved: Any) -> Program | None:
+    """The program of a function for `activation`, None of a name and while dynamo traces.
+
+    Raises TypeError, ValueError or EpilogueError unless these are what `Form` has.
+    """
     if not isinstance(interleaved, bool):
         raise TypeError(f"interleaved: got {type(interleaved).__name__}, accepted are True and False")
     if isinstance(activation, str) or not callable(activation):
         if not (isinstance(activation, str) and activation in GATES):
             raise ValueError(f"activation: got {request.shown(activation)}, accepted are {_ACCEPTED}")
-    elif not torch.compiler.is_dynamo_compiling():
-        _check_function(Form(activation).function())
-
-
-def _check_function(function: Function) -> None:
-    outputs = _traced(function).outputs
-    if len(outputs) != 1 or outputs[0].reduce is not None:
+        return None
+    if torch.compiler.is_dynamo_compiling():
+        return None
+    program = _traced(Form(activation).function())
+    if len(program.outputs) != 1 or program.outputs[0].reduce is not None:
         raise EpilogueError("activation: the function returns several results or a reduction, expected one value")
+    return program
 
 
 def _traced(function: Function) -> Program:

@@ -105,7 +105,7 @@ class MoE(replacing.Translating):
         return self.gate_up_proj.shape[0]
 
     def reset_parameters(self) -> None:
-        """Draws what the experts have as torch.nn.Linear does: uniform within 1 / sqrt of the number of inputs."""
+        """Draws weights and biases as torch.nn.Linear does: uniform within 1 / sqrt of the number of inputs."""
         biases = self.gate_up_proj_bias, self.down_proj_bias
         for weight, bias in zip(as_used(self.gate_up_proj, self.down_proj, self.transposed), biases, strict=True):
             replacing.draw(weight)
@@ -241,7 +241,7 @@ def _check_options(precision: Any, backend: Any) -> None:
 
 
 def _stacked_experts(module: torch.nn.Module) -> Stacked | None:
-    """How a module that looks like stacked experts computes, None for any other."""
+    """How a module computes, if its parameters look like stacked experts; None for any other module."""
     if isinstance(module, (MoE, torch.jit.ScriptModule)):  # the parts of the latter are no dict
         return None
     biased = len(module._parameters) == len(NAMES)
@@ -268,7 +268,7 @@ def _stacked_experts(module: torch.nn.Module) -> Stacked | None:
 
 
 def _activation_of(module: torch.nn.Module) -> str | gating.Function | None:
-    """What a module of transformers says it makes of gate and up; None for what is not known here."""
+    """The activation that a module of transformers names by its attributes; None for one that is not known here."""
     own = getattr(module, "_apply_gate", None)  # transformers sets a default where a class has none of its own
     if getattr(own, "__name__", "_default_apply_gate") == "_default_apply_gate":
         return replacing.activation_of(getattr(module, "act_fn", None))

@@ -19,8 +19,8 @@ class PlainTmaEpilogue(TmaEpilogue):
     """`TmaEpilogue` for results of 32 and of 8 bits, and those of gate and up in pairs: stores of what a thread has
     side by side take stmatrix's place.
 
-    unit: bytes of such a store. Up to 4 no two lanes meet in a bank: its 8 rows lie in 8 pieces of 16 bytes, as the
-    swizzle has them.
+    unit: bytes of such a store. With up to 4 bytes no two lanes meet in a bank: a warp stores to 8 rows, which the
+    swizzle puts into 8 different pieces of 16 bytes.
     """
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:

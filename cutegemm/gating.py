@@ -1,6 +1,6 @@
 """Experts that are more than act(gate) * up: with biases, a function of the caller's, or gate and up side by side.
 
-`moe` computes their mixture by calls of `grouped_gemm`, whose epilogues are made here.
+Here are made the programs of the two products of any mixture.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from cutegemm.problem import request
 from cutegemm.problem.dtypes import TERMS, torch_dtype
 from cutegemm.problem.program.graph import Program
 from cutegemm.problem.program.known import lookup
+from cutegemm.pytorch import compiled
+from cutegemm.pytorch.grouped_autograd import PRODUCT
 from cutegemm.pytorch.mlp import GATES
 
 _BIASES = tuple(torch_dtype(name) for name in TERMS if torch_dtype(name).is_floating_point)
@@ -81,11 +84,6 @@ class Form(NamedTuple):
         # Dynamo would guard what the dict holds.
         return made if torch.compiler.is_dynamo_compiling() else _FUNCTIONS.setdefault(given, made)
 
-    def divided(self, both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(gate, up) of a tensor that has columns of both."""
-        gate, up = ops.pairs(both) if self.interleaved else ops.halves(both)
-        return gate, up
-
     def first_epilogue(self, biased: bool) -> Callable[..., Any]:
         """The epilogue of the first product: of accumulators, each row's weight, and where asked for the biases of gate
         and of up.
@@ -103,9 +101,57 @@ class Form(NamedTuple):
         return with_biases if biased else plain
 
 
-def second_epilogue(acc: Any, weight: Any, bias: Any) -> Any:
-    """The epilogue of the second product, whose rows carry their weight already."""
+def divided(both: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gate, up) of a tensor that has columns of both."""
+    gate, up = ops.pairs(both) if interleaved else ops.halves(both)
+    return gate, up
+
+
+def _second_epilogue(acc: Any, weight: Any, bias: Any) -> Any:
+    """Of the second product, whose rows carry their weight already."""
     return acc + weight * bias
+
+
+def texts(form: Form, weights: torch.Tensor, b_gate_up: Any = None, b_down: Any = None) -> tuple[str, str]:
+    """The texts of the programs of the two products, for these weights of slots and these biases.
+
+    The first takes each row's weight and the biases of gate and up, (G, 1, N); the second the weight and its bias.
+    """
+    biases = tuple(None if each is None else each.dtype for each in (b_gate_up, b_down))
+    if isinstance(form.activation, str):
+        return _texts(form.activation, form.interleaved, weights.dtype, *biases)
+    _, second = _texts("silu", False, weights.dtype, None, biases[1])
+    described = _described(weights.dtype, *(biases[:1] * 2 if biases[0] else ()))
+    epilogue = form.first_epilogue(b_gate_up is not None)
+    if torch.compiler.is_dynamo_compiling():
+        return compiled.text_for(epilogue, described), second
+    return lookup(epilogue, compiled.inputs_of(described)).text, second
+
+
+def _texts(
+    activation: str, interleaved: bool, weight: torch.dtype, b_gate_up: torch.dtype | None, b_down: torch.dtype | None
+) -> tuple[str, str]:
+    return _of_names(activation, interleaved, weight, b_gate_up, b_down)
+
+
+_texts._dynamo_marked_constant = True  # type: ignore[attr-defined]  # dynamo need not look at how programs are made
+
+
+@lru_cache(maxsize=64)
+def _of_names(
+    activation: str, interleaved: bool, weight: torch.dtype, b_gate_up: torch.dtype | None, b_down: torch.dtype | None
+) -> tuple[str, str]:
+    first = Form(activation, interleaved).first_epilogue(b_gate_up is not None)
+    inputs = compiled.inputs_of(_described(weight, *([b_gate_up] * 2 if b_gate_up else [])))
+    text = lookup(first, inputs).text
+    if b_down is None:
+        return text, PRODUCT
+    return text, lookup(_second_epilogue, compiled.inputs_of(_described(weight, b_down))).text
+
+
+def _described(weight: torch.dtype, *biases: torch.dtype) -> tuple[compiled.Described, ...]:
+    """The operands of a program: a weight a row, and biases of the columns of each group."""
+    return (weight, True, False, False), *((each, False, True, True) for each in biases)
 
 
 def check(form: Form, w_gate_up: Any, w_down: Any, b_gate_up: Any, b_down: Any) -> None:

@@ -288,7 +288,7 @@ def _gates_alike(own: Any, form: gating.Form) -> bool:
     generator = torch.Generator().manual_seed(0)
     both = torch.randn(2, 64, generator=generator)
     both[1] *= 2 * abs(getattr(form.activation, "limit", 1.0))
-    want = form.function()(*form.divided(both))
+    want = form.function()(*gating.divided(both, form.interleaved))
     try:
         found = own(both)
         return bool(((found - want).abs() <= 1e-5 * want.abs().amax(1, keepdim=True)).all())
@@ -342,7 +342,8 @@ def _is_like_ours(module: Any, stacked: Stacked) -> bool:
         want = torch.zeros(2, narrow.shape[1], device=x.device)
         for expert, weight in zip(experts, weights.float().t(), strict=True):
             of_both, of_down = (biases[name][expert].float() if biases else 0.0 for name in NAMES[2:])
-            gate, up = form.divided(x.float() @ wide[expert].float().t() + of_both)
+            both = x.float() @ wide[expert].float().t() + of_both
+            gate, up = gating.divided(both, form.interleaved)
             want += (form.function()(gate, up) @ narrow[expert].float().t() + of_down) * weight[:, None]
         return want, (x, chosen, weights)
 

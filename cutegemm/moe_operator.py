@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from cutegemm.moe import Settings, unrecorded
+from cutegemm.moe import unrecorded
 from cutegemm.moe_arguments import check
 from cutegemm.pytorch.program_autograd import refuse_tangents
 from cutegemm.pytorch.registering import define, refuse_gradients, serve_natively
@@ -20,10 +20,10 @@ NAME = "moe"
 def _compute(
     x, experts, weights, w_gate_up, w_down, activation="silu", precision=None, backend="auto", tell=False
 ) -> torch.Tensor:
-    tensors, settings = (x, experts, weights, w_gate_up, w_down), Settings(activation, precision, backend)
+    given = x, experts, weights, w_gate_up, w_down, activation, precision, backend
     with torch.no_grad(), torch._C._DisableAutocast():
-        check(*tensors, *settings)
-        return unrecorded(*tensors, settings, tell)
+        check(*given)
+        return unrecorded(*given, tell)
 
 
 def _fake(x, experts, weights, w_gate_up, w_down, activation="silu", precision=None, backend="auto"):

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cutegemm import replacing
+from cutegemm import gating, replacing
 from cutegemm.grouped import grouped_gemm
-from cutegemm.moe import by_tokens, programs_of, routed
+from cutegemm.mixing import by_tokens, routed
 from cutegemm.moe_arguments import check_chosen, check_types
 from cutegemm.problem import request
 from cutegemm.problem.grouped_request import MOST_GROUPS, Sizes
@@ -146,7 +146,7 @@ class Fp8MoE(replacing.Translating):
     def _mixture(self, input: Any, experts: Any, weights: Any) -> torch.Tensor:
         tokens, chosen, shares = by_tokens(input, experts, weights)
         route, top_k = routed(chosen, shares, self.num_experts, self.settings.backend), chosen.shape[1]
-        text = programs_of(self.activation, weights.dtype, input.dtype, (False, False))[0]
+        text, _ = gating.texts(gating.Form(self.activation), weights)
         dtype, scaling, backend = self.settings.dtype, self.settings.scaling[0], self.settings.backend
         given = quantize_spread.quantized(tokens, route.rows, route.row_of, top_k, dtype, scaling, backend)
         hidden = self._product("gate_up_proj", given, text, (route.weights,), route.ends, input.dtype)

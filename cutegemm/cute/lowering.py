@@ -84,6 +84,8 @@ def _apply(node: Node, args: list[Any], size: int, groups: list[list[int]]) -> A
         return _reordered(args[0], [element ^ 1 for element in range(size)])
     if node.op == "random":
         return _random(args, size)
+    if node.op in _PACKED:
+        return _packed(args, size, _PACKED[node.op])
     if node.op == "where":
         return cute.where(args[0], *(_vector(arg, size, Float32) for arg in args[1:]))
     if node.op in _SHARING:
@@ -316,6 +318,20 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
 
 _SHARING: dict[str, Callable[..., Any]] = {"gelu_tanh": _gelu_tanh, "silu": _silu}
 """Functions of a vector and of the groups of elements that are computed together."""
+
+
+_PACKED = {"packed_bf16": "cvt.rn.bf16x2.f32", "packed_fp16": "cvt.rn.f16x2.f32"}
+"""The instructions that round two numbers, the first of which comes into the upper half."""
+
+
+def _packed(args: list[Any], size: int, instruction: str) -> Any:
+    lower, upper = (_elements(arg, size, Float32) for arg in args)
+    bits = cute.make_rmem_tensor(size, Int32)
+    for i in range(size):
+        bits[i] = cute.arch.inline_ptx(
+            f"{instruction} {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Int32], read_only_args=[upper[i], lower[i]]
+        )
+    return bits.load().bitcast(Float32)
 
 
 def _random(args: list[Any], size: int) -> Any:

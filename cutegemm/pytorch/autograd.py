@@ -130,9 +130,9 @@ def tangent(ctx: Any, da: Any, db: Any, dc: Any, dbias: Any) -> torch.Tensor | N
 
 
 def recorded_gradients(composed: Callable[..., Any], tensors: Sequence[Any], needs: Sequence[bool], grad: Any) -> Any:
-    """The gradients of `composed(*tensors)`, themselves recorded; None of tensors that need none."""
+    """The gradients of `composed(*tensors)`, themselves recorded; None of tensors that need none, which may be None."""
     # Views: where one tensor was made of another, autograd would follow that way too, and count it twice.
-    tensors = [each.view_as(each) for each in tensors]
+    tensors = [None if each is None else each.view_as(each) for each in tensors]
     inputs = [each for each, own in zip(tensors, needs, strict=True) if own]
     found = iter(torch.autograd.grad(composed(*tensors), inputs, grad, create_graph=True))
     return [next(found) if own else None for own in needs]

@@ -75,7 +75,15 @@ def text_of(epilogue: Any, operands: Sequence[Any]) -> str:
     if isinstance(epilogue, Program):
         # Its parts: torch 2.11 makes no constant of a dataclass.
         return _text_of_program(epilogue.inputs, epilogue.nodes, epilogue.outputs, epilogue.gating, tuple(described))
-    recorded = _Recorded(tuple(described))
+    return text_for(epilogue, tuple(described))
+
+
+def text_for(epilogue: Any, described: tuple[Described, ...]) -> str:
+    """The text of the program that a function means for operands of this kind. To be traced by dynamo.
+
+    Raises EpilogueError where the function is no epilogue.
+    """
+    recorded = _Recorded(described)
     arguments = []
     for number in range(len(described)):
         arguments.append(Value(recorded, recorded.builder.add("input", attribute=number)))
@@ -89,7 +97,7 @@ def text_of(epilogue: Any, operands: Sequence[Any]) -> str:
         else:
             raise EpilogueError("epilogue: it returns something else than values, reductions and tuples of them")
     recorder = recorded.recorder
-    return _text(tuple(recorder.written), tuple(recorder.repeated), tuple(outputs), recorded.gating, tuple(described))
+    return _text(tuple(recorder.written), tuple(recorder.repeated), tuple(outputs), recorded.gating, described)
 
 
 def _described(operand: Any) -> Described:
@@ -168,7 +176,8 @@ def _apart() -> _Recorded:
 bind(_apart)
 
 
-def _inputs(described: tuple[Described, ...]) -> tuple[Input, ...]:
+def inputs_of(described: tuple[Described, ...]) -> tuple[Input, ...]:
+    """The inputs of a program for operands of this kind. Raises TypeError for a dtype that no operand has."""
     found = []
     for number, (dtype, m, n, batched) in enumerate(described):
         if isinstance(dtype, str):
@@ -183,7 +192,7 @@ def _inputs(described: tuple[Described, ...]) -> tuple[Input, ...]:
 
 @_once_a_graph
 def _text_of_program(inputs: Any, nodes: Any, outputs: Any, gating: Any, described: tuple[Described, ...]) -> str:
-    given = _inputs(described)
+    given = inputs_of(described)
     if len(inputs) == len(given):
         inputs = tuple(map(_taken, inputs, given))
     return program_request.traced(Program(inputs, nodes, outputs, gating), given).text
@@ -198,7 +207,7 @@ def _taken(own: Input, given: Input) -> Input:
 @_once_a_graph
 def _text(written: Any, repeated: Any, outputs: Any, gating: str | None, described: tuple[Described, ...]) -> str:
     """The text of what was recorded, checked and simplified as every traced program."""
-    trace = Trace(_inputs(described))
+    trace = Trace(inputs_of(described))
     trace.gating = gating
     numbers: list[int] = []
     for op, args, attribute in written:

@@ -24,7 +24,10 @@ BOTH_WAYS = (
     "def epilogue(acc, x0: bf16[N]): t0 = gelu(acc + x0); return t0, acc, row_sum(t0), row_max(acc), column_sum(t0)"
 )
 
-
+IN_TURN = (
+    "def epilogue(acc, x0: bf16[M, 1], x1: bf16[M, N], x2: bf16[M, N]): t0 = acc * x0; "
+    "return packed_bf16(silu(t0) * x1, t0 * x2), row_sum(t0)"
+)
 DROPOUT = (
     "def epilogue(acc, x0: int32): return where(random(x0, row(), column(), matrix()) >= 0.10000000149011612, "
     "acc * 1.1111111640930176, 0.0)"
@@ -55,6 +58,8 @@ def problem(text: str, out: str = "bf16", size: int = 4096) -> Problem:
         (BOTH_WAYS, "sm90/128x176x64/pp/c1x1/s3/g8", "fp32", 0),
         (BOTH_WAYS, "sm90/128x128x64/coop2/c1x1/s3/row/swap", "bf16", 2),
         (BOTH_WAYS, "sm80/128x128x32/w64x64/s4/g8", "bf16", 0),
+        (IN_TURN, "sm90/128x160x64/coop2/c1x2/s5/serp8/pdl", "fp32", 1),
+        (IN_TURN, "sm90/128x192x64/coop2/c1x2/s4/serp8/zig/pdl", "fp32", 1),
         (DROPOUT, "sm90/128x192x64/pp/c1x2/s4/g8/pdl", "bf16", 0),
         (DROPOUT, "sm90/64x192x64/pp/c1x4/s5/serp8/pdl", "bf16", 1),
     ],

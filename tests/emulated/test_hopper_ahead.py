@@ -146,6 +146,34 @@ def test_those_as_wide_as_the_result_and_others(config, out):
     check(WIDE, config, (200, 136, 72), out)
 
 
+NARROWER = [
+    "128x64x64/coop2/c1x1/s3/row", "64x144x64/coop1/c2x1/s3/row/pdl", "192x96x64/coop3/c1x2/s2/g2/zig",
+    "128x128x32/coop2/c2x2/s4/row", "128x80x32/coop2/c1x1/s8/row/onebuf", "128x160x64/pp/c1x2/s5/row",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", NARROWER)
+@pytest.mark.parametrize("text", [TWO, ROTATED, REDUCED, HEADS, GATED])
+@pytest.mark.product(keep=5)
+def test_16_bit_operands_of_a_result_in_fp32(text, config):
+    """Rows of their boxes are half as long as those of D's, and swizzled otherwise."""
+    check(text, config, (330, 200 if text is not HEADS else 320, 136), torch.float32)
+
+
+def test_which_operands_of_a_result_in_fp32_take_the_ring():
+    from tests.compile.test_program_outputs import problem
+
+    for text, tile, taken in (
+        (WIDE, "128x64", ["x0"]),  # those of its width alone
+        (TWO, "128x64", ["x0", "x1"]),
+        (TWO, "128x48", ["x0", "x1"]),
+        (TWO, "128x40", None),  # boxes of 16 bytes have no swizzle
+    ):
+        chosen = backend.get("cute").parse(f"sm90/{tile}x64/coop2/c1x1/s3/row")
+        plan = ring_plan(chosen, problem(text.replace("L, ", ""), "fp32").signature)
+        assert (None if plan is None else [each.name for each in plan.operands]) == taken, (text, tile)
+
+
 def test_a_row_that_serves_all_rows_and_c_that_is_out():
     import cutegemm
 

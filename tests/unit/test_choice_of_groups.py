@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from cutegemm import gating
 from cutegemm.choice import heuristics
 from cutegemm.hardware import arch
-from cutegemm.moe import programs_of
+from cutegemm.mixing_gradients import programs_of
 from cutegemm.problem import Problem, grouped_request
 from cutegemm.problem.grouped_request import Sizes
 from cutegemm.pytorch.program_operator import program_of
@@ -57,7 +58,8 @@ IN_FOUR, IN_THREE = "128x192x64/coop2/c1x2/s4/serp8", "128x256x64/coop2/c1x2/s3/
 def test_what_a_mixture_computes_in_training(rows, first, tile):
     """The first product stores gate and up too; the gradient of gate and up takes tiles whose operands travel through
     the ring and are not read across (docs/grouped_measured.md#the-products-of-a-training-step)."""
-    of_hidden, of_gradient, reads = programs_of("silu", torch.bfloat16, torch.bfloat16, (True, True))
+    text, _ = gating.texts(gating.Form(), torch.empty(0, dtype=torch.bfloat16))
+    of_hidden, of_gradient, reads = programs_of(text, torch.bfloat16, (True, True))
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16)

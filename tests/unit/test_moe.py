@@ -149,7 +149,7 @@ def test_entries_that_are_no_expert_count_for_nothing(seed):
 def test_the_products_of_a_step(seed, monkeypatch):
     """Two forward, four backward; the gradient of the hidden layer is stored nowhere but as [dgate, dup]."""
     calls = []
-    module = sys.modules["cutegemm.moe"]
+    module = sys.modules["cutegemm.mixing"]
     product = module.grouped_gemm
 
     def counted(a, b, ends, **options):

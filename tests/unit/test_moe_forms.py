@@ -363,15 +363,56 @@ def test_a_model_of_gpt_oss(seed):
         assert (mine.grad - theirs[key].grad).abs().max() <= 1e-4 * theirs[key].grad.abs().max(), key
 
 
-@pytest.mark.parametrize("records", [False, True])
-def test_products_gather_no_rows_while_gradients_are_recorded(records, seed, monkeypatch):
-    """Their gradient would sort the rows; those of the kernels that copy and add up rows are each other."""
-    module, gathered = sys.modules["cutegemm.moe"], []
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_products_of_a_step(biased, dtype, seed, monkeypatch):
+    """Those of a plain mixture, and with biases three of eight columns; 16-bit gate and up are stored in turn."""
+    module, calls = sys.modules["cutegemm.mixing"], []
     product = module.grouped_gemm
-    monkeypatch.setattr(
-        module, "grouped_gemm", lambda *given, rows, **rest: gathered.append(rows) or product(*given, rows=rows, **rest)
+
+    def counted(a, b, ends, **options):
+        out = options["out"]
+        of = None if out is None else [(tuple(each.shape), each.dtype) for each in out]
+        calls.append((tuple(a.shape), tuple(b.shape), options["rows"] is not None, of))
+        return product(a, b, ends, **options)
+
+    monkeypatch.setattr(module, "grouped_gemm", counted)
+    given = drawn(dtype=dtype, seed=seed)
+    biases = drawn_biases(*given[3:], dtype=dtype, seed=seed) if biased else (None, None)
+    gate_up = given[3].detach().mT.contiguous().requires_grad_()
+    result = moe(
+        *given[:3], gate_up.mT, given[4], b_gate_up=biases[0], b_down=biases[1], activation=LIMIT, interleaved=True
     )
+    assert calls == [((7, 8), (5, 8, 12), True, None), ((14, 6), (5, 6, 8), False, None)]
+    calls.clear()
+    result.sum().backward()
+    sums = [((14, 1), torch.float32)]
+    stored = [((14, 6), torch.float32)] if dtype == torch.bfloat16 else [((14, 6), dtype)] * 2
+    of_biases = [
+        ((8, 14), (14, 8), False, None), ((8, 14), (14, 12), False, None), ((14, 8), (5, 8, 8), False, None),
+    ]  # fmt: skip
+    assert sorted(calls, key=str) == sorted([
+        ((8, 14), (14, 6), False, None), ((14, 8), (5, 8, 6), False, [*stored, *sums]),
+        ((14, 12), (5, 12, 8), False, None), ((8, 14), (14, 12), False, None),  # in the order of the parameter
+        *(of_biases if biased else ()),
+    ], key=str)  # fmt: skip
+    assert gate_up.grad.stride() == gate_up.stride()
+
+
+PARTIAL = {
+    "gate alone": (lambda gate, up: ops.silu(gate), lambda gate, up: gate * gate.sigmoid()),
+    "up alone": (lambda gate, up: ops.where(gate > 0.0, up, 0.0), lambda gate, up: torch.where(gate > 0, up, 0)),
+    "a step": (lambda gate, up: ops.where(gate > up, 1.0, 2.0), lambda gate, up: 2.0 - (gate > up).double()),
+}
+
+
+@pytest.mark.parametrize("name", PARTIAL)
+def test_gatings_that_lack_a_gradient(name, seed):
+    """They take the calls that know every order of derivative."""
+    activation, by_torch = PARTIAL[name]
     given = drawn(seed=seed)
-    with torch.set_grad_enabled(records):
-        moe(*given, activation=LIMIT)
-    assert [rows is not None for rows in gathered] == [not records, False]
+    got, want = moe(*given, activation=activation), exact(*given, by_torch)
+    agree(got, want, 1e-5)
+    found = (torch.autograd.grad(d.sum(), leaves(given), allow_unused=True) for d in (got, want))
+    for mine, theirs in zip(*found, strict=True):
+        agree(mine, torch.zeros_like(mine) if theirs is None else theirs, 1e-5)

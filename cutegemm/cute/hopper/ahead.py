@@ -34,6 +34,8 @@ class Ahead:
 
     def __init__(self, config: HopperConfig, signature: Signature, plan: Plan, store: Any) -> None:
         self.config, self.plan, self.store, self.stages = config, plan, store, plan.stages
+        self.row_bytes = store.row_bytes * plan.itemsize // store.itemsize
+        self.box_bytes = store.buffer_bytes * plan.itemsize // store.itemsize
         row = config.bk * operand_parts.staged_itemsize(signature)
         self.a_bytes, self.b_bytes = config.bm * row, config.bn * row
         self.groups = 2 if config.ping_pong else 1
@@ -42,7 +44,7 @@ class Ahead:
     def make_atoms(self, args) -> tuple:
         """(copy atom, coordinate tensor) of TMA loads of each operand. On the host."""
         store, found = self.store, []
-        step = 16 // store.itemsize
+        step = 16 // self.plan.itemsize
         columns = args.n // 2 if store.gated else args.n
         for given in self.plan.operands:
             row = cute.assume(getattr(args, f"{given.name}_row"), divby=step)
@@ -53,9 +55,13 @@ class Ahead:
                 shape, stride = (args.m, own, args.batch), (row, 1, matrix)
             tensor = cute.make_tensor(getattr(args, given.name), cute.make_layout(shape, stride=stride))
             load = cpasync.CopyBulkTensorTileG2SOp()
-            info = cpasync.make_tiled_tma_atom(load, tensor, store.buffer_layout(), store.box())
+            info = cpasync.make_tiled_tma_atom(load, tensor, self._layout(), store.box())
             found.append((info.atom, info.tma_tensor))
         return tuple(found)
+
+    def _layout(self):
+        """The shared layout of one box."""
+        return self.store.buffer_layout(self.plan.itemsize)
 
     def start(self, loads: tuple, memory: SharedMemory, ring: Ring, position: Position, args) -> None:
         """Called once by each thread. loads: what `make_atoms` returned. The others are those of the CTA."""
@@ -71,12 +77,11 @@ class Ahead:
 
     def _copy(self, atom, tensor, given, part: int) -> tuple:
         """(atom, places (number, stage) in A's or B's part of the stages, boxes) of an operand."""
-        store, plan = self.store, self.plan
+        store, plan, layout = self.store, self.plan, self._layout()
         boxes = max((plan.in_a, plan.in_b)[part] * plan.sharers, 1)
-        layout, size = store.buffer_layout(), store.itemsize
-        stage = (self.a_bytes, self.b_bytes)[part] // size
+        stage = (self.a_bytes, self.b_bytes)[part] // plan.itemsize
         depth = cute.make_layout(self.config.stages, stride=stage)
-        numbers = cute.make_layout(boxes, stride=store.buffer_bytes // size)
+        numbers = cute.make_layout(boxes, stride=self.box_bytes // plan.itemsize)
         places = cute.append(cute.append(layout.outer, numbers), depth)
         pointer = cute.recast_ptr(self.begins[part], layout.inner, dtype=types.NUMERIC[given.dtype])
         shared, source = cpasync.tma_partition(
@@ -116,9 +121,7 @@ class Ahead:
             self.ring.occupy(stage, phase)
             barrier = self._barrier(group, done, own)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(
-                    barrier, len(units) * self.plan.sharers * self.store.buffer_bytes
-                )
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, len(units) * self.plan.sharers * self.box_bytes)
             for unit in units:
                 self._load(work, tile, unit, stage, barrier)
             stage, phase = advance(stage, phase, self.config.stages)
@@ -159,13 +162,13 @@ class Ahead:
                 )
             part, first = self._slot(unit)
             box = self.begins[part].toint() + self._stage(own) * (self.a_bytes, self.b_bytes)[part]
-            box = box + first * self.store.buffer_bytes
+            box = box + first * self.box_bytes
             if self.plan.sharers > 1:
-                box = box + self.group * self.store.buffer_bytes
+                box = box + self.group * self.box_bytes
             self.offsets.append(box - buffer)
 
     def address(self, name: str, address):
-        """The address of the operand's element that belongs to the element of D at `address` of a staging buffer."""
+        """The address of an operand's element, of which `address` is the place in a box at the staging buffer."""
         return address + self.offsets[self.numbers[name]]
 
     def release(self, step: int) -> None:

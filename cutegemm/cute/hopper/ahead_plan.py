@@ -29,6 +29,8 @@ WORKS = (DENSE, RAGGED_M, RAGGED_K, MASKED)
 are gathered the producer does other things."""
 SWIZZLED = 1024
 """Bytes after which the widest swizzle repeats: boxes begin at their multiples."""
+NARROWEST = 32
+"""Bytes of a row of the narrowest box with a swizzle."""
 PING_PONG_FROM = 160
 """Fewest accumulators of a thread with which operands of a ping-pong kernel travel through the ring."""
 MOST_STAGES = 16
@@ -36,7 +38,7 @@ MOST_STAGES = 16
 
 
 class Plan(NamedTuple):
-    """operands: those that travel through the ring, in their order.
+    """operands: those that travel through the ring, in their order. itemsize: of their elements.
     units: of a tile. sharers: consumer warpgroups of a tile.
     in_a, in_b: units that fit into A's and B's part of a stage. per_stage: units of each stage but the last.
     rounds: sets of barriers, a power of two, so that the producer never completes a barrier twice before all consumers
@@ -44,6 +46,7 @@ class Plan(NamedTuple):
     """
 
     operands: tuple[Input, ...]
+    itemsize: int
     units: int
     sharers: int
     in_a: int
@@ -77,8 +80,9 @@ class Plan(NamedTuple):
 def plan(config: HopperConfig, signature: Signature) -> Plan | None:
     """How operands travel through the ring where the configuration stores by TMA; None where none does.
 
-    Operands are eligible whose rows are multiples of 16 bytes and whose elements are as wide as D's; columns that
-    repeat must be whole boxes. Of these as many are taken as the ring can hold. In ping-pong the ring must have more
+    Operands are eligible whose rows are multiples of 16 bytes and whose elements are as wide as D's, or where none are
+    and D's have four bytes, those of two; columns that repeat must be whole boxes. Of these as many are taken as the
+    ring can hold. In ping-pong the ring must have more
     stages than a tile's operands take: see `pipeline.Turns`. In ping-pong a stage with operands is also missing to the
     warpgroup that multiplies: on an H200 a single operand, or a small tile, was faster without the ring. With scales
     of blocks of K no operand is taken: the warps that copy the scales know k tiles only.
@@ -93,13 +97,14 @@ def plan(config: HopperConfig, signature: Signature) -> Plan | None:
     if config.ping_pong and (config.lone_matrix(signature) or config.accumulators < PING_PONG_FROM):
         return None
     aligns = {"c": signature.align_c, **signature.epilogue.matrices}
-    found = [
-        each
-        for each in config.matrices(signature)
-        if ITEMSIZE.get(each.dtype) == size and aligns[each.name] >= 16 and _is_whole(each, config, signature)
+    eligible = [
+        each for each in config.matrices(signature) if aligns[each.name] >= 16 and _is_whole(each, config, signature)
     ]
+    found = [each for each in eligible if ITEMSIZE.get(each.dtype) == size]
+    if not found and config.store_columns(size, signature) * 2 >= NARROWEST:
+        size, found = 2, [each for each in eligible if ITEMSIZE.get(each.dtype) == 2]
     for count in range(len(found), 0, -1):
-        made = _of(config, signature, tuple(found[:count]))
+        made = _of(config, signature, tuple(found[:count]), size)
         if made is not None:
             return made
     return None
@@ -113,9 +118,9 @@ def _is_whole(given: Input, config: HopperConfig, signature: Signature) -> bool:
     return given.period % (BLOCK_ROWS if config.swapped else columns) == 0
 
 
-def _of(config: HopperConfig, signature: Signature, operands: tuple[Input, ...]) -> Plan | None:
+def _of(config: HopperConfig, signature: Signature, operands: tuple[Input, ...], itemsize: int) -> Plan | None:
     columns = config.store_columns(ITEMSIZE[signature.out_dtype], signature)
-    box = BLOCK_ROWS * columns * ITEMSIZE[signature.out_dtype]
+    box = BLOCK_ROWS * columns * itemsize
     sharers = 1 if config.ping_pong else config.consumers
     row = config.bk * operand_parts.staged_itemsize(signature)
     in_a, in_b = (
@@ -129,5 +134,5 @@ def _of(config: HopperConfig, signature: Signature, operands: tuple[Input, ...])
         return None
     works = 2 if config.ping_pong else 1
     rounds = 1 << (-(-config.stages // (works * (1 + stages))) - 1).bit_length()
-    made = Plan(operands, units, sharers, in_a, in_b, -(-units // stages), rounds)
+    made = Plan(operands, itemsize, units, sharers, in_a, in_b, -(-units // stages), rounds)
     return made if made.held <= config.stages else None

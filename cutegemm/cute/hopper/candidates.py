@@ -21,6 +21,7 @@ from cutegemm.cute.hopper.validity import odd_eights
 from cutegemm.cute.hopper.work_count import works
 from cutegemm.hardware.residency import resident_clusters
 from cutegemm.problem import ITEMSIZE
+from cutegemm.problem.program.graph import PACKERS
 from cutegemm.problem.work import MASKED, RAGGED_M, RAGGED_N, ROWS, SCATTERED
 
 if TYPE_CHECKING:
@@ -288,7 +289,8 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
         # A plain product in one round takes as long with either schedule; a program takes longer in ping-pong.
         twins = [(text.replace("/pp/", "/coop2/"), split) for text, split in found]
         found += (each for each in twins if each[0] in shortlists.configurations())
-    if len(signature.results) > 1:  # wider ones keep 8 to 112 bytes of registers in local memory with some programs
+    packs = any(map(signature.epilogue.program.uses, PACKERS))  # two results in one
+    if packs or len(signature.results) > 1:  # wider ones keep 8 to 112 bytes of registers in local memory with some
         found = [each for each in found if not _is_swapped_beyond(each[0], MOST_SWAPPED)]
     if signature.epilogue.gating == "pairs":  # as halves are, whose swapped tiles were timed
         found = [each for each in found if not _is_swapped_beside_halves(each[0])]

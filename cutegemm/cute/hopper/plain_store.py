@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int8, Int16, Int32
 
 from cutegemm.cute.hopper.config import HopperConfig
-from cutegemm.cute.hopper.store import TmaEpilogue, TransposedTmaEpilogue
+from cutegemm.cute.hopper.store import TmaEpilogue, TransposedTmaEpilogue, swizzle_bits
 from cutegemm.cute.reduction import either
 from cutegemm.problem import Signature
 
@@ -28,24 +28,17 @@ class PlainTmaEpilogue(TmaEpilogue):
         self.unit = self.neighbours * self.itemsize
 
     def _start_addresses(self, base, lane) -> None:
-        row, own = self.warp * 16 + lane // 4, (lane & 3) * self.unit
-        swizzle = ((row * self.row_bytes) >> 7) & ((1 << self.swizzle_bits) - 1)
-        self.row_address = base + row * self.row_bytes + (own & 15)
-        # Rows 8 further on have the same swizzle.
-        self.own_piece = (own >> 4) ^ swizzle
-
-    def _address(self, j: int):
-        """Where this lane's columns of block `j` of a buffer lie, in the first of its rows."""
-        piece, within = divmod(4 * j * self.unit, 16)
-        return self.row_address + ((self.own_piece ^ piece) << 4) + within
+        self.own = self.of_operands = _Lane(base, self.warp, lane, self.row_bytes, self.unit)
+        if self.ahead is not None and self.ahead.row_bytes != self.row_bytes:
+            self.of_operands = _Lane(base, self.warp, lane, self.ahead.row_bytes, 2 * self.ahead.plan.itemsize)
 
     def _stage(self, accumulators, corner, i, part, buffer) -> None:
         count = 2 // self.neighbours  # four results at a time
         for first in range(0, self.columns // self.block, count):
-            address = None if self.ahead is None else self._address(first) + buffer * self.buffer_bytes
+            address = None if self.ahead is None else self.of_operands.address(first) + buffer * self.buffer_bytes
             results = self._values(accumulators, corner, i, part, first, count, address)
             for j in range(count):
-                address = self._address(first + j) + buffer * self.buffer_bytes
+                address = self.own.address(first + j) + buffer * self.buffer_bytes
                 for number, result in enumerate(results):
                     place = address + number * self.result_bytes if number else address
                     for r in range(2):
@@ -63,6 +56,24 @@ class PlainTmaEpilogue(TmaEpilogue):
         unit = cute.recast_tensor(result, {1: Int8, 2: Int16, 4: Int32}[self.unit])[number]
         unit = unit.to(Int16) if self.unit == 1 else unit
         cute.arch.inline_ptx(f"st.shared.b{8 * self.unit} [{{$r0}}], {{$r1}};", read_only_args=[place, unit])
+
+
+class _Lane:
+    """Where a lane's columns lie in boxes at shared address `base`, whose rows have so many bytes; `unit`: bytes of the
+    columns that it has side by side in a block.
+    """
+
+    def __init__(self, base, warp, lane, row_bytes: int, unit: int) -> None:
+        row, own = warp * 16 + lane // 4, (lane & 3) * unit
+        swizzle = ((row * row_bytes) >> 7) & ((1 << swizzle_bits(row_bytes)) - 1)
+        self.unit, self.row_address = unit, base + row * row_bytes + (own & 15)
+        # Rows 8 further on have the same swizzle.
+        self.own_piece = (own >> 4) ^ swizzle
+
+    def address(self, j: int):
+        """Of block `j` of a box, in the first of the lane's rows."""
+        piece, within = divmod(4 * j * self.unit, 16)
+        return self.row_address + ((self.own_piece ^ piece) << 4) + within
 
 
 class TransposedByteEpilogue(TransposedTmaEpilogue):

@@ -39,6 +39,11 @@ from cutegemm.problem import Signature
 from cutegemm.problem.program.graph import Node
 
 
+def swizzle_bits(row_bytes: int) -> int:
+    """log2 of the 16-byte pieces of a row. Rows of 128, 64, 32 bytes repeat their swizzle every 1024, 512, 256."""
+    return (row_bytes // 16).bit_length() - 1
+
+
 class TmaEpilogue:
     """The epilogue's program, rounded once, stored 64 rows x `columns` at a time.
 
@@ -81,8 +86,8 @@ class TmaEpilogue:
 
     @property
     def swizzle_bits(self) -> int:
-        """log2 of the 16-byte pieces of a row. Rows of 128, 64, 32 bytes repeat their swizzle every 1024, 512, 256."""
-        return (self.row_bytes // 16).bit_length() - 1
+        """Of a staging buffer."""
+        return swizzle_bits(self.row_bytes)
 
     def narrowed(self, columns: int) -> TmaEpilogue:
         """The same for the first so many columns of a tile, of accumulators of their own.
@@ -103,11 +108,11 @@ class TmaEpilogue:
         """(row, column) in boxes of the box whose first accumulator is (row, column) of the multiplication."""
         return row // BLOCK_ROWS, column // self.columns
 
-    def buffer_layout(self):
-        """The shared layout of one staging buffer, as TMA's swizzle has it."""
-        width = self.row_bytes // self.itemsize
+    def buffer_layout(self, itemsize: int = 0):
+        """The shared layout of one staging buffer, as TMA's swizzle has it; or of elements of another size."""
+        width, size = self.row_bytes // self.itemsize, itemsize or self.itemsize
         atom = cute.make_composed_layout(
-            cute.make_swizzle(self.swizzle_bits, 4, 3), 0, cute.make_layout((8, width), stride=(width, 1))
+            cute.make_swizzle(swizzle_bits(width * size), 4, 3), 0, cute.make_layout((8, width), stride=(width, 1))
         )
         return cute.tile_to_shape(atom, self.box(), order=(0, 1))
 
@@ -279,7 +284,7 @@ class TmaEpilogue:
         # A staged operand is read before the program, whose first results may be waited for.
         staged = {
             name: matrix.fragment(address) if matrix.staged
-            else matrix.fragment(self.ahead.address(name, address), self.row_bytes) if matrix.ringed
+            else matrix.fragment(self.ahead.address(name, address), self.ahead.row_bytes) if matrix.ringed
             else matrix.fragment(self.own_corner(corner), first, count, self.columns // 8)
             for name, matrix in self.matrices.items()
         }  # fmt: skip

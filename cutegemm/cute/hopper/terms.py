@@ -9,7 +9,7 @@ is read beyond it: what is computed there is never stored.
     DownBias      one number a row: two for each block of 64 rows
     PairedC       a matrix in fragments straight from global memory, 2 neighbouring columns at a time (one with swapped
                   operands): for fp32, of which a quad of lanes reads 32 bytes, and for an fp32 result
-    RingC         a matrix with elements as wide as D's, which the producer has loaded into the ring (`ahead`)
+    RingC         a matrix that the producer has loaded into the ring (`ahead`)
     StagedC       one 16-bit matrix: 16-byte pieces of whole rows into the staging buffer that D takes next, and
                   fragments from there with ldmatrix, the mirror image of the way out
 """
@@ -25,7 +25,7 @@ from cutlass import Float32, Int32
 from cutegemm.cute import types
 from cutegemm.cute.hopper.config import WARPGROUP, HopperConfig
 from cutegemm.cute.source import Source, aligned
-from cutegemm.problem import Signature
+from cutegemm.problem import ITEMSIZE, Signature
 from cutegemm.problem.program.graph import I32, Input
 
 
@@ -63,9 +63,9 @@ def make_matrices(config: HopperConfig, signature: Signature) -> dict[str, Any]:
     plan = config.through_ring(signature)
     ringed = () if plan is None else plan.operands
     given, staged = config.matrices(signature), config.staged_matrix(signature)
-    roomy = config.loads_ahead(signature)
+    roomy, by_matrix = config.loads_ahead(signature), ITEMSIZE[signature.out_dtype] == 2
     return {
-        each.name: RingC(config, each, roomy)
+        each.name: RingC(config, each, roomy, by_matrix)
         if each in ringed
         else StagedC(config, each, roomy, config.store_columns(2, signature))
         if each.name == staged
@@ -279,17 +279,24 @@ class RingC(_C):
 
     ringed = True
 
+    def __init__(self, config: HopperConfig, given: Input, roomy: bool, by_matrix: bool) -> None:
+        """`by_matrix`: whether D's elements have 16 bits, as the operand's then have."""
+        super().__init__(config, given, roomy)
+        self.by_matrix = by_matrix
+
     def fragment(self, address, row_bytes: int):
-        """As `StagedC.fragment`; of fp32 numbers one block of 8 columns, of two rows 8 apart."""
-        if self.dtype.width == 16:
+        """As `StagedC.fragment`; where D is of 32 bits, of one block of 8 columns, of two rows 8 apart."""
+        if self.by_matrix:
             return _as_fragment(_load_matrices(address, ".trans" if self.swapped else ""), self.dtype)
-        words = []
+        words: list[Any] = []
         for r in range(2):
-            words += cute.arch.inline_ptx(
-                "ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];",
-                write_only_types=[Int32] * 2,
-                read_only_args=[address + 8 * r * row_bytes],
-            )
+            place = address + 8 * r * row_bytes
+            if self.dtype.width == 16:
+                load = "ld.shared.b32 {$w0}, [{$r0}];"
+                words.append(cute.arch.inline_ptx(load, write_only_types=[Int32], read_only_args=[place]))
+                continue
+            load = "ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];"
+            words += cute.arch.inline_ptx(load, write_only_types=[Int32] * 2, read_only_args=[place])
         return _as_fragment(words, self.dtype)
 
 
@@ -303,8 +310,8 @@ def _load_matrices(address, turn: str):
 
 
 def _as_fragment(found, dtype):
-    """Four words as numbers."""
-    words = cute.make_rmem_tensor(4, Int32)
-    for q in range(4):
-        words[q] = found[q]
+    """Words as numbers."""
+    words = cute.make_rmem_tensor(len(found), Int32)
+    for q, word in enumerate(found):
+        words[q] = word
     return cute.recast_tensor(words, dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 from cutegemm.problem import rounding
 from cutegemm.problem.extents import is_one
 from cutegemm.problem.program import random
-from cutegemm.problem.program.graph import I32, Input, Node, Program
+from cutegemm.problem.program.graph import I32, PACKERS, Input, Node, Program
 from cutegemm.problem.reference import activate
 
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
@@ -214,6 +214,9 @@ def apply(node: Node, args: Sequence[Tensor], place: Place, dtype: torch.dtype) 
         return place.exchanged(args[0])
     if op == "random":
         return random.uniform(*args).to(dtype)
+    if op in PACKERS:
+        parts = torch.broadcast_tensors(*(rounding.rounded(arg, op.removeprefix("packed_")) for arg in args))
+        return torch.stack(parts, -1).view(torch.float32).squeeze(-1).to(dtype)
     raise AssertionError(f"operation {op!r} has no row here")
 
 

@@ -26,6 +26,9 @@ class Op(NamedTuple):
     commutes: bool = False
 
 
+PACKED = ("bf16", "fp16")
+"""Dtypes of which two numbers can be packed into one of fp32's size."""
+PACKERS = tuple(f"packed_{dtype}" for dtype in PACKED)
 _FLOAT1 = (
     "neg", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "reciprocal", "tanh", "sigmoid", "erf", "abs", "relu", "gelu",
     "gelu_tanh", "silu",
@@ -58,6 +61,8 @@ _ROWS: dict[str, Op] = {
     "const": Op((), F32),  # attribute: a Python float, or an int for an int32
     "cast": Op((F32,), F32),  # attribute: name of the dtype that the value is rounded to
     "partner": Op((F32,), F32),  # the value at the neighbouring column: 2j and 2j + 1 exchanged
+    # The bits of two numbers rounded to 16 bits, the first in the lower half. Derived programs alone have these.
+    **{name: Op((F32, F32), F32) for name in PACKERS},
 }
 OPS: Mapping[str, Op] = MappingProxyType(_ROWS)
 """The operations by name. `acc` has an attribute in a gated program: 0 for the gate's accumulator, 1 for up's."""

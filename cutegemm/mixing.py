@@ -1,0 +1,128 @@
+"""How the experts of a mixture are computed: the calls of one forward pass, for experts of any form (`gating.Form`)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from cutegemm import gating
+from cutegemm.grouped import by_operator, grouped_gemm
+from cutegemm.problem import packing
+from cutegemm.problem.grouped_request import Sizes
+from cutegemm.pytorch.combining import combine, spread
+from cutegemm.pytorch.dispatch import is_beyond_autograd
+from cutegemm.pytorch.grouped_autograd import PRODUCT
+from cutegemm.pytorch.program_operator import program_of
+from cutegemm.pytorch.routing_operator import route as route_operator
+from cutegemm.run import grouped, routing
+from cutegemm.run.routing import Routing
+
+
+class Settings(NamedTuple):
+    """What one call computes, besides its tensors.
+
+    first, second: the texts of the two products' programs (`gating.texts`). interleaved: whether gate and up take
+    turns.
+    """
+
+    first: str
+    second: str
+    interleaved: bool
+    precision: str | None
+    backend: str
+
+    def product(
+        self, a: Any, b: Any, ends: Any, *, text: str = PRODUCT, operands: Any = (), rows: Any = None, out: Any = None
+    ) -> Any:
+        """`grouped_gemm` with these settings and the program of this text."""
+        options: dict[str, Any] = {"precision": self.precision, "backend": self.backend}
+        if torch.compiler.is_dynamo_compiling():
+            sizes = Sizes(ends, None, rows)
+            return by_operator(a, b, sizes, text, operands, out, None, {**options, "config": None}, None)
+        return grouped_gemm(a, b, ends, rows=rows, epilogue=program_of(text), operands=operands, out=out, **options)
+
+    def hidden(
+        self, x: Any, gate_up: Any, weight: Any, route: Routing, b_gate_up: Any = None, text: str | None = None
+    ) -> Any:
+        """H, (tokens * top_k, F) in sorted order, and what else a text gives; weight: of each row, (rows, 1)."""
+        rows = route.rows
+        symbolic = torch.compiler.is_dynamo_compiling() or is_beyond_autograd(x, gate_up)
+        if rows is not None and not symbolic and spreads_first(x, len(rows), gate_up):
+            x, rows = spread(x, rows, route.row_of, len(rows) // x.shape[0], self.backend), None
+        operands = [weight]
+        if b_gate_up is not None:
+            operands += [each[:, None] for each in gating.divided(b_gate_up, self.interleaved)]
+        return self.product(x, gate_up.mT, route.ends, text=text or self.first, operands=operands, rows=rows)
+
+    def result(self, h: Any, down: Any, weight: Any, route: Routing, top_k: int, b_down: Any = None) -> Any:
+        """The second product of H, and each token's rows added up: (tokens, columns)."""
+        operands = () if b_down is None else (weight, b_down[:, None])
+        rows = self.product(h, down.mT, route.ends, text=self.second, operands=operands)
+        return combine(rows, route.row_of, top_k, self.backend)
+
+    def composed(
+        self, route: Routing, x: Any, gate_up: Any, down: Any, weights: Any, b_gate_up: Any = None, b_down: Any = None
+    ) -> Any:
+        """The mixture by calls that know every order of derivative."""
+        weight = of_rows(weights, route) if route.weights is None else route.weights
+        h = self.hidden(x, gate_up, weight, route, b_gate_up)
+        return self.result(h, down, weight, route, weights.shape[1], b_down)
+
+    def launches(self, experts: Any, weights: Any, x: Any, gate_up: Any, down: Any) -> tuple[Any, ...] | None:
+        """How the C++ part launches the kernels of a call without biases that was computed (`native.install_mixture`);
+        None where torch computes a part of it. To be called while no plan is made or forgotten (`fused.planning`).
+        """
+        from cutegemm.run import combining, routing_kernels, steps
+
+        slots, count = experts.numel(), gate_up.shape[0]
+        sorting = routing_kernels.plan_of(experts, weights, count) if self.backend in ("auto", "cute") else None
+        if sorting is None:
+            return None
+        sort = steps.launchers(routing_kernels.steps_of(sorting, experts, weights, count), x.device)
+
+        def like(kind: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=kind, device=x.device)
+
+        ends, rows = like(torch.int32, count), like(torch.int32, slots)
+        by = self.precision, self.backend
+        spreading: tuple[Any, ...] | None = ()
+        sizes, arrays = Sizes(ends, None, rows, None), [(2, 0), (3, 0)]
+        if spreads_first(x, slots, gate_up):
+            step = combining.spread_step_of(x, experts.shape[1])
+            spreading = None if step is None else steps.launchers([step], x.device)
+            x, sizes, arrays = like(x.dtype, slots, x.shape[1]), Sizes(ends), [(2, 0)]
+        hidden = grouped.launch_of(
+            x, gate_up.mT, sizes, program_of(self.first), (like(weights.dtype, slots, 1),), *by, arrays, 5
+        )
+        h = like(x.dtype, slots, down.shape[2])
+        result = grouped.launch_of(h, down.mT, Sizes(ends), program_of(self.second), (), *by, ((2, 0),), 5)
+        adding = combining.step_of(like(x.dtype, slots, down.shape[1]), experts.shape[1])
+        add = None if adding is None else steps.launchers([adding], x.device)
+        how = sort, routing_kernels.counts_of(sorting, count), spreading, hidden, result, add
+        return None if None in how else how
+
+
+def spreads_first(x: Any, slots: int, gate_up: Any) -> bool:
+    """Whether the tokens' rows are copied to their places in front of the first product."""
+    groups, columns, _ = gate_up.shape
+    return packing.gathers_first(x.shape[0], slots, groups, columns, x.element_size())
+
+
+def of_rows(weights: torch.Tensor, route: Routing) -> torch.Tensor:
+    """(rows, 1) of (tokens, top_k) weights, in sorted order."""
+    return weights.reshape(-1, 1).index_select(0, route.places)
+
+
+def by_tokens(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with their leading dimensions merged."""
+    # Not shape.numel(), which makes a symbolic size a number; nor -1, which an empty tensor does not say.
+    return [each.reshape(math.prod(each.shape[:-1]), each.shape[-1]) for each in tensors]
+
+
+def routed(experts: torch.Tensor, weights: torch.Tensor, count: int, backend: str) -> Routing:
+    """Sorts the slots of (tokens, top_k) numbers of experts; the order of those of one expert stays."""
+    if torch.compiler.is_dynamo_compiling() or is_beyond_autograd(experts, weights):
+        return Routing(*route_operator(experts, weights, count, backend))
+    return routing.route(experts, weights, count, backend)

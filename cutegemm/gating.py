@@ -112,6 +112,13 @@ def _second_epilogue(acc: Any, weight: Any, bias: Any) -> Any:
     return acc + weight * bias
 
 
+def operands(weight: torch.Tensor, b_gate_up: torch.Tensor | None, interleaved: bool) -> list[torch.Tensor]:
+    """Those of the first product's program: each row's weight, and the biases of gate and up."""
+    if b_gate_up is None:
+        return [weight]
+    return [weight, *(each[:, None] for each in divided(b_gate_up, interleaved))]
+
+
 def texts(form: Form, weights: torch.Tensor, b_gate_up: Any = None, b_down: Any = None) -> tuple[str, str]:
     """The texts of the programs of the two products, for these weights of slots and these biases.
 

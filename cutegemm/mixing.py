@@ -51,9 +51,7 @@ class Settings(NamedTuple):
         symbolic = torch.compiler.is_dynamo_compiling() or is_beyond_autograd(x, gate_up)
         if rows is not None and not symbolic and spreads_first(x, len(rows), gate_up):
             x, rows = spread(x, rows, route.row_of, len(rows) // x.shape[0], self.backend), None
-        operands = [weight]
-        if b_gate_up is not None:
-            operands += [each[:, None] for each in gating.divided(b_gate_up, self.interleaved)]
+        operands = gating.operands(weight, b_gate_up, self.interleaved)
         return self.product(x, gate_up.mT, route.ends, text=text or self.first, operands=operands, rows=rows)
 
     def result(self, h: Any, down: Any, weight: Any, route: Routing, top_k: int, b_down: Any = None) -> Any:

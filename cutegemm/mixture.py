@@ -110,8 +110,7 @@ class MoE(replacing.Translating):
         for weight, bias in zip(as_used(self.gate_up_proj, self.down_proj, self.transposed), biases, strict=True):
             replacing.draw(weight)
             if bias is not None:
-                bound = max(weight.shape[-1], 1) ** -0.5
-                torch.nn.init.uniform_(bias, -bound, bound)
+                replacing.draw_bias(bias, weight)
 
     def forward(
         self, input: torch.Tensor, experts: torch.Tensor | None = None, weights: torch.Tensor | None = None
@@ -214,7 +213,6 @@ def replace_moe(
 
     With `dtype` ("fp8", "int8" or another one that `Fp8Linear` takes) the replacement is an `Fp8MoE`, whose weights are
     quantized now, with `scaling` and `accumulate` as there, and a `MoE` is replaced, too; `precision` is then refused.
-    Experts with biases, a limit, interleaved or transposed weights stay as they are then.
 
     Returns:
         `model`, or its replacement when it is such a module itself. A UserWarning says when nothing was replaced.
@@ -299,15 +297,15 @@ def _gates_alike(own: Any, form: gating.Form) -> bool:
 def _quantizable(module: torch.nn.Module) -> Stacked | None:
     """The same of stacked experts, or of a MoE, whose weights can be quantized; None for any other module."""
     if type(module) is not MoE:
-        found = _stacked_experts(module)
-        return found if found is not None and found == Stacked(found.form) and found.form.is_plain else None
-    form = gating.Form(module.activation, module.interleaved)
-    parts = module.gate_up_proj, module.down_proj
+        return _stacked_experts(module)
+    form, parts = gating.Form(module.activation, module.interleaved), (module.gate_up_proj, module.down_proj)
+    biases = [each for each in (module.gate_up_proj_bias, module.down_proj_bias) if each is not None]
     unlike = replacing.is_altered(module) or any(
         replacing.computes_itself(x) or is_distributed(x) or x.dtype not in DTYPES or not x.numel() or x.is_neg()
-        for x in parts
+        for x in (*parts, *biases)
     )
-    return None if unlike or not module.is_plain or not fit(*(tuple(x.shape) for x in parts)) else Stacked(form)
+    fits = fit(*(tuple(x.shape) for x in as_used(*parts, module.transposed)))
+    return None if unlike or not fits else Stacked(form, module.transposed, bool(biases))
 
 
 def _replaced(module: Any, stacked: Stacked, precision: str | None, backend: str, **options: Any) -> torch.nn.Module:
@@ -315,17 +313,18 @@ def _replaced(module: Any, stacked: Stacked, precision: str | None, backend: str
     own = isinstance(module, MoE)
     if not own and replacing.has_values(module.gate_up_proj) and not _is_like_ours(module, stacked):
         return module
-    weights, (activation, interleaved) = (module.gate_up_proj, module.down_proj), stacked.form
-    made: MoE | Fp8MoE
+    (activation, interleaved), biases = stacked.form, (None, None)
+    if stacked.biased:
+        biases = module.gate_up_proj_bias, module.down_proj_bias
+    make: Any = MoE.from_weights
     if options:
-        router = module.router if own else None
-        made = Fp8MoE.from_weights(*weights, router=router, activation=str(activation), backend=backend, **options)
+        make, options["router"] = Fp8MoE.from_weights, module.router if own else None
     else:
-        biases = (module.gate_up_proj_bias, module.down_proj_bias) if stacked.biased else (None, None)
-        made = MoE.from_weights(
-            *weights, b_gate_up=biases[0], b_down=biases[1], activation=activation, interleaved=interleaved,
-            transposed=stacked.transposed, precision=precision, backend=backend,
-        )  # fmt: skip
+        options["precision"] = precision
+    made: MoE | Fp8MoE = make(
+        module.gate_up_proj, module.down_proj, b_gate_up=biases[0], b_down=biases[1], activation=activation,
+        interleaved=interleaved, transposed=stacked.transposed, backend=backend, **options,
+    )  # fmt: skip
     made.training = module.training  # alone: a router has its own
     return made
 

@@ -11,7 +11,7 @@ Sorting, gating and weighting are those of `moe`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +25,6 @@ from cutegemm.problem.grouped_request import MOST_GROUPS, Sizes
 from cutegemm.problem.quantization import ACCEPTED_INPUTS, BLOCK, FORMATS, INPUTS
 from cutegemm.pytorch import autocast, grouped_scaled, quantize_spread
 from cutegemm.pytorch.combining import combine
-from cutegemm.pytorch.grouped_autograd import PRODUCT
-from cutegemm.pytorch.mlp import check_activation
 from cutegemm.pytorch.program_operator import program_of
 from cutegemm.quantize import quantize
 from cutegemm.quantized_linear import Settings, check_one, check_pair, default_dtype, keeping, padded, quantized
@@ -42,9 +40,11 @@ class Fp8MoE(replacing.Translating):
     """A mixture of gated MLPs with 8-bit operands: `MoE` with weights that are quantized once, for inference.
 
     Buffers, which are what state_dict has: `gate_up_proj` (num_experts, 2 * hidden_features, in_features), the rows of
-    gate first, and `down_proj` (num_experts, out_features, hidden_features), fp8 or int8; `gate_up_proj_scale` and
-    `down_proj_scale`, fp32, each (), one for all experts, or (num_experts, rows, 1), or (num_experts, ceil(rows / 128),
-    ceil(columns / 128)). `.to(dtype)`, `.half()` and the like leave them in their types.
+    gate first or in turn, and `down_proj` (num_experts, out_features, hidden_features), fp8 or int8;
+    `gate_up_proj_scale` and `down_proj_scale`, fp32, each (), one for all experts, or (num_experts, rows, 1), or
+    (num_experts, ceil(rows / 128), ceil(columns / 128)). `.to(dtype)`, `.half()` and the like leave them in their
+    types. With `bias`, also `gate_up_proj_bias` (num_experts, 2 * hidden_features) and `down_proj_bias` (num_experts,
+    out_features), which are not quantized.
 
     With `top_k` there is a parameter too, `router.weight`. It has torch's default dtype, or fp32 where torch's default
     is none of fp16, bf16 and fp32. `.to(dtype)` converts it.
@@ -53,7 +53,9 @@ class Fp8MoE(replacing.Translating):
     scales are named `gate_up_proj_scale_inv` and `down_proj_scale_inv`, as Hugging Face names them.
 
     Args:
-        in_features, hidden_features, num_experts, top_k, out_features, device, router, activation: as in `MoE`.
+        in_features, hidden_features, num_experts, top_k, out_features, device, router, bias, activation, interleaved:
+            as in `MoE`.
+        transposed: whether weights that are not quantized lie the other way in states that it loads, as in `MoE`.
         dtype, scaling, accumulate, backend: as in `Fp8Linear`, for both products.
 
     Gradients are refused.
@@ -66,6 +68,8 @@ class Fp8MoE(replacing.Translating):
     gate_up_proj_scale: torch.Tensor
     down_proj: torch.Tensor
     down_proj_scale: torch.Tensor
+    gate_up_proj_bias: torch.Tensor | None
+    down_proj_bias: torch.Tensor | None
 
     def __init__(
         self,
@@ -78,32 +82,44 @@ class Fp8MoE(replacing.Translating):
         dtype: Any = "fp8",
         *,
         router: torch.nn.Module | None = None,
-        activation: str = "silu",
+        bias: bool = False,
+        activation: str | gating.Function = "silu",
+        interleaved: bool = False,
+        transposed: bool = False,
         scaling: str | tuple[str, str] = "rows",
         accumulate: str | None = None,
         backend: str = "auto",
     ) -> None:
         settings = Settings.of(dtype, scaling, None, accumulate, backend)
-        check_activation(activation)
         super().__init__()
-        *shapes, router = sized(
-            in_features, hidden_features, num_experts, top_k, out_features, router, device=device, dtype=default_dtype()
-        )
+        options = {"device": device, "dtype": default_dtype()}
+        *shapes, router = sized(in_features, hidden_features, num_experts, top_k, out_features, router, **options)
+        replacing.check_constant("bias", bias)
         weights = [torch.empty(shape, device=device) for shape in shapes]
-        for weight in weights:
+        biases = [torch.empty(shape[:2], **options) if bias else None for shape in shapes]
+        for weight, each in zip(weights, biases, strict=True):
             replacing.draw(weight)
-        self._take([quantized(weight, settings) for weight in weights], router, activation, settings)
+            if each is not None:
+                replacing.draw_bias(each, weight)
+        pairs = [quantized(weight, settings) for weight in weights]
+        self._take(pairs, biases, router, gating.Form(activation, interleaved), transposed, settings)
 
     def _take(
-        self, pairs: list[tuple[torch.Tensor, torch.Tensor]], router: Any, activation: str, settings: Settings
-    ) -> None:
+        self, pairs: list[tuple[torch.Tensor, torch.Tensor]], biases: Sequence[torch.Tensor | None], router: Any,
+        form: gating.Form, transposed: bool, settings: Settings,
+    ) -> None:  # fmt: skip
+        replacing.check_constant("transposed", transposed)
+        gating.check(form, pairs[0][0], pairs[1][0], *biases)
         self._kinds = dict.fromkeys(NAMES, settings.scaling[1])  # the shape of a scale does not always say its kind
         if router is not None and not isinstance(router, torch.nn.Module):
             raise TypeError(f"router: got {type(router).__name__}, expected a torch.nn.Module or None")
         for name, (values, scale) in zip(NAMES, pairs, strict=True):
             self.register_buffer(name, values)
             self.register_buffer(f"{name}_scale", scale)
-        self.router, self.activation, self.settings = router, activation, settings
+        for name, bias in zip(NAMES, biases, strict=True):
+            self.register_buffer(f"{name}_bias", None if bias is None else bias.detach())
+        self.router, self.transposed, self.settings = router, transposed, settings
+        self.activation, self.interleaved = form
 
     def _translate(self, state: dict[str, Any], prefix: str) -> None:
         _translate(self, state, prefix)
@@ -146,12 +162,15 @@ class Fp8MoE(replacing.Translating):
     def _mixture(self, input: Any, experts: Any, weights: Any) -> torch.Tensor:
         tokens, chosen, shares = by_tokens(input, experts, weights)
         route, top_k = routed(chosen, shares, self.num_experts, self.settings.backend), chosen.shape[1]
-        text, _ = gating.texts(gating.Form(self.activation), weights)
+        biases = self.gate_up_proj_bias, self.down_proj_bias
+        first, second = gating.texts(gating.Form(self.activation, self.interleaved), weights, *biases)
         dtype, scaling, backend = self.settings.dtype, self.settings.scaling[0], self.settings.backend
         given = quantize_spread.quantized(tokens, route.rows, route.row_of, top_k, dtype, scaling, backend)
-        hidden = self._product("gate_up_proj", given, text, (route.weights,), route.ends, input.dtype)
+        operands = gating.operands(route.weights, biases[0], self.interleaved)
+        hidden = self._product("gate_up_proj", given, first, operands, route.ends, input.dtype)
         given = quantize(hidden, dtype, scaling)
-        rows = self._product("down_proj", given, PRODUCT, (), route.ends, input.dtype)
+        operands = [] if biases[1] is None else [route.weights, biases[1][:, None]]
+        rows = self._product("down_proj", given, second, operands, route.ends, input.dtype)
         return combine(rows, route.row_of, top_k, self.settings.backend).view(*input.shape[:-1], rows.shape[1])
 
     def _product(
@@ -176,7 +195,10 @@ class Fp8MoE(replacing.Translating):
     def extra_repr(self) -> str:
         count, rows, hidden = self.down_proj.shape
         text = f"in_features={self.gate_up_proj.shape[-1]}, hidden_features={hidden}, num_experts={count}"
-        return f"{text}, out_features={rows}, activation={self.activation!r}, {self.settings.text}"
+        biased = self.gate_up_proj_bias is not None or self.down_proj_bias is not None
+        has = {"bias": biased, "interleaved": self.interleaved, "transposed": self.transposed}
+        named = "".join(f", {name}=True" for name in has if has[name])
+        return f"{text}, out_features={rows}, activation={self.activation!r}{named}, {self.settings.text}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Fp8MoE:
         """Moves as torch.nn.Module does, but leaves the values and scales in their types."""
@@ -191,13 +213,18 @@ class Fp8MoE(replacing.Translating):
         down: torch.Tensor,
         dtype: Any = "fp8",
         *,
+        b_gate_up: torch.Tensor | None = None,
+        b_down: torch.Tensor | None = None,
         router: torch.nn.Module | None = None,
-        activation: str = "silu",
+        activation: str | gating.Function = "silu",
+        interleaved: bool = False,
+        transposed: bool = False,
         scaling: str | tuple[str, str] = "rows",
         accumulate: str | None = None,
         backend: str = "auto",
     ) -> Fp8MoE:
-        """The mixture with the quantized weights gate_up, (E, 2 F, in), and down, (E, out, F), of fp16, bf16 or fp32.
+        """The mixture with the quantized weights gate_up, (E, 2 F, in), and down, (E, out, F), of fp16, bf16 or fp32,
+        the other way if transposed; and biases (E, 2 F) and (E, out), which are taken as they are.
 
         On the meta device nothing is quantized: load_state_dict(..., assign=True) gives the numbers. Raises TypeError
         or ValueError for weights of other shapes or dtypes, and as the constructor.
@@ -206,11 +233,16 @@ class Fp8MoE(replacing.Translating):
             if not isinstance(weight, torch.Tensor) or weight.dtype not in INPUTS:
                 got = weight.dtype if isinstance(weight, torch.Tensor) else type(weight).__name__
                 raise TypeError(f"{name}: got {got}, accepted are tensors of {ACCEPTED_INPUTS}")
-        _check_shapes(gate_up, down)
+        replacing.check_constant("transposed", transposed)
+        _check_shapes(gate_up, down, transposed)
         settings = Settings.of(dtype, scaling, None, accumulate, backend)
         request.check_device("down", down, gate_up.device, "gate_up")
+        weights = (gate_up.mT, down.mT) if transposed else (gate_up, down)
+        form, biases = gating.Form(activation, interleaved), (b_gate_up, b_down)
+        gating.check(form, *weights, *biases)
         with torch.no_grad():
-            return cls._made([quantized(weight, settings) for weight in (gate_up, down)], router, activation, settings)
+            pairs = [quantized(weight, settings) for weight in weights]
+        return cls._made(pairs, biases, router, form, transposed, settings)
 
     @classmethod
     def from_quantized(
@@ -220,8 +252,11 @@ class Fp8MoE(replacing.Translating):
         down: torch.Tensor,
         down_scale: torch.Tensor,
         *,
+        b_gate_up: torch.Tensor | None = None,
+        b_down: torch.Tensor | None = None,
         router: torch.nn.Module | None = None,
-        activation: str = "silu",
+        activation: str | gating.Function = "silu",
+        interleaved: bool = False,
         scaling: str | None = None,
         accumulate: str | None = None,
         backend: str = "auto",
@@ -232,6 +267,7 @@ class Fp8MoE(replacing.Translating):
             gate_up_scale, down_scale: what the weights are multiplied by, any floating dtype: one element; one for each
                 expert, E elements, which become those of rows; (E, rows) or (E, rows, 1); (E, ceil(rows / 128),
                 ceil(columns / 128)) or (E, rows, ceil(columns / 128)). Both weights have scales of one kind.
+            b_gate_up, b_down, activation, interleaved: as of `cutegemm.moe`.
             scaling: of x and of the hidden layer; by default as the weights': "tensor", "rows" or "blocks".
 
         Raises TypeError or ValueError naming the argument.
@@ -250,22 +286,23 @@ class Fp8MoE(replacing.Translating):
         of_input = kind if scaling is None else scaling
         settings = Settings.of(gate_up.dtype, (of_input, kind), None, accumulate, backend)
         pairs = [(padded(weight.detach()), each[kind]) for (_, weight, _), each in zip(given, forms, strict=True)]
-        return cls._made(pairs, router, activation, settings)
+        form, biases = gating.Form(activation, interleaved), (b_gate_up, b_down)
+        return cls._made(pairs, biases, router, form, False, settings)
 
     @classmethod
     def _made(
-        cls, pairs: list[tuple[torch.Tensor, torch.Tensor]], router: Any, activation: str, settings: Settings
-    ) -> Fp8MoE:
-        check_activation(activation)
+        cls, pairs: list[tuple[torch.Tensor, torch.Tensor]], biases: Sequence[torch.Tensor | None], router: Any,
+        form: gating.Form, transposed: bool, settings: Settings,
+    ) -> Fp8MoE:  # fmt: skip
         made = cls.__new__(cls)
         torch.nn.Module.__init__(made)
-        made._take(pairs, router, activation, settings)
+        made._take(pairs, biases, router, form, transposed, settings)
         return made
 
 
-def _check_shapes(gate_up: torch.Tensor, down: torch.Tensor) -> None:
-    """Raises ValueError unless these are the weights of one mixture."""
-    check_fit(gate_up, down)
+def _check_shapes(gate_up: torch.Tensor, down: torch.Tensor, transposed: bool = False) -> None:
+    """Raises ValueError unless these are the weights of one mixture; transposed: as of `check_fit`."""
+    check_fit(gate_up, down, transposed)
     if not 1 <= gate_up.shape[0] <= MOST_GROUPS:
         raise ValueError(f"gate_up: got {gate_up.shape[0]} experts, accepted are 1 to {MOST_GROUPS}")
 
@@ -348,6 +385,7 @@ def _loaded(module: Fp8MoE, name: str, weight: Any, scales: list[Any]) -> _Loade
         return _Loaded(padded(weight), forms)
     if weight.is_floating_point() and weight.dtype not in FORMATS:
         home = weight if own.is_meta else weight.to(own.device)
+        home = home.mT if module.transposed and home.dim() == 3 else home
         values, scale = quantized(home, module.settings, name)
         return _Loaded(values, {module.settings.scaling[1]: scale})
     if weight.dtype != own.dtype:

@@ -69,6 +69,12 @@ def draw(weight: torch.Tensor, generator: torch.Generator | None = None) -> None
     torch.nn.init.uniform_(weight, -bound, bound, generator)
 
 
+def draw_bias(bias: torch.Tensor, weight: torch.Tensor) -> None:
+    """Draws a bias as torch.nn.Linear does: as `draw` its weight."""
+    bound = max(weight.shape[-1], 1) ** -0.5
+    torch.nn.init.uniform_(bias, -bound, bound)
+
+
 @torch.no_grad()
 def probe(gate: torch.Tensor) -> torch.Tensor:
     """Two random rows, by which a module with the weight `gate` (columns, inputs) shows what it computes.

@@ -9,9 +9,9 @@ weights that lie the other way with gate and up in turn (gpt-oss-20b). The choic
 or by a Zipf law. `torch` is the compiled baseline, `ours` calls `cutegemm.moe`, `compiled` is the same under
 torch.compile. Every step is captured in a CUDA graph. With `--scaling` the forward pass is also timed in fp8: `Fp8MoE`
 with scales of rows or of blocks of 128, which quantizes its inputs on the way; and so are DeepSeek-V3's 256 experts, of
-which a token takes 8, 7168 -> 2048 -> 7168, in place of gpt-oss's. Results and gradients must be as close to those in
-float32 as torch's are, within a factor of two, in the root of the mean square; fp8 has a limit of its own. Variants
-take turns in alternating order, as in tuning.blocks. Ratios are to `torch`, above 1 is faster.
+which a token takes 8, 7168 -> 2048 -> 7168. Results and gradients must be as close to those in float32 as torch's are,
+within a factor of two, in the root of the mean square; fp8 has a limit of its own. Variants take turns in alternating
+order, as in tuning.blocks. Ratios are to `torch`, above 1 is faster.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ FP8_ERROR = 0.1
 """Root of the mean square of a mixture in fp8, relative to float32: an e4m3 number is rounded by 3 % on average."""
 AIMS = {False: 1.2, True: 1.15}
 """Ratios to torch that are wanted at every point: forward, and of training steps."""
+LIMITED = cutegemm.gating.ClampedSwiglu(7.0, 1.702, 1.0)
+"""The activation of gpt-oss."""
 TOKENS = "1,4,16,32,64,128,256,512,1024,2048,4096,8192"
 Step = Callable[..., torch.Tensor]
 """step(x, experts, weights, *what `weights_of` gives) -> the mixture"""
@@ -60,7 +62,7 @@ BLOCKS = (
     Block("Qwen3-30B-A3B", 128, 8, 2048, 768), Block("Mixtral-8x7B", 8, 2, 4096, 14336),
     Block("gpt-oss-20b", 32, 4, 2880, 2880, biased=True),
 )  # fmt: skip
-IN_FP8 = (*BLOCKS[:2], Block("DeepSeek-V3", 256, 8, 7168, 2048))
+IN_FP8 = (*BLOCKS, Block("DeepSeek-V3", 256, 8, 7168, 2048))
 """Those timed with `--scaling`."""
 
 
@@ -95,7 +97,7 @@ def ours(x: Any, experts: Any, weights: Any, gate_up: Any, down: Any, *biases: A
         return cutegemm.moe(x, experts, weights, gate_up, down)
     return cutegemm.moe(
         x, experts, weights, gate_up.mT, down.mT, b_gate_up=biases[0], b_down=biases[1], interleaved=True,
-        activation=lambda gate, up: cutegemm.ops.clamped_swiglu(gate, up, 7.0, 1.702, 1.0),
+        activation=LIMITED,
     )  # fmt: skip
 
 
@@ -152,11 +154,16 @@ def steps_of(names: Sequence[str]) -> dict[str, Step]:
     return {name: made[name] for name in names}
 
 
-def in_fp8(recipes: Sequence[str], gate_up: torch.Tensor, down: torch.Tensor) -> dict[str, Step]:
-    """`Fp8MoE` with these weights, which are quantized here, by the recipe of its scales."""
+def in_fp8(recipes: Sequence[str], *experts: torch.Tensor) -> dict[str, Step]:
+    """`Fp8MoE` with what `weights_of` gives, quantized here, by the recipe of its scales."""
     made: dict[str, Step] = {}
+    gate_up, down, *biases = (each.detach() for each in experts)
+    form: dict[str, Any] = {}
+    if biases:
+        form = {"b_gate_up": biases[0], "b_down": biases[1], "activation": LIMITED, "interleaved": True}
+        form["transposed"] = True
     for recipe in recipes:
-        layer = cutegemm.nn.Fp8MoE.from_weights(gate_up.detach(), down.detach(), scaling=recipe)
+        layer = cutegemm.nn.Fp8MoE.from_weights(gate_up, down, scaling=recipe, **form)
         made[f"fp8 {recipe}"] = lambda x, experts, weights, *of_experts, layer=layer: layer(x, experts, weights)
     return made
 
@@ -224,7 +231,7 @@ def bench(
     lines: list[blocks.Line] = []
     how, word = (training, "training") if trains else (forward, "forward")
     experts = weights_of(block, "cuda")
-    quantized = in_fp8(recipes, *experts[:2])
+    quantized = in_fp8(recipes, *experts)
     for count in tokens:
         given = [*inputs_of(block, count, skew, "cuda"), *experts]
         steps = {**steps_of(names), **quantized}

@@ -7,7 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import cutegemm
-from cutegemm import ops, torch_grouped
+from cutegemm import gating, ops, torch_grouped
 from cutegemm.nn import Fp8MoE
 from cutegemm.problem import packing
 from cutegemm.run import combining, grouped
@@ -101,8 +101,8 @@ def test_a_gradient_that_is_lazily_negated(seed):
     assert all(map(torch.equal, mine, theirs))
 
 
-@pytest.mark.parametrize("scaling", ["rows", "blocks"])
-def test_experts_in_8_bits_by_the_kernels(scaling, seed):
+@pytest.mark.parametrize(("scaling", "other"), [("rows", False), ("blocks", False), ("rows", True), ("blocks", True)])
+def test_experts_in_8_bits_by_the_kernels(scaling, other, seed):
     """Sums of such integers are exact, and what is quantized in between is the same."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(-3, 4, (13, 32), generator=generator).bfloat16()
@@ -112,8 +112,13 @@ def test_experts_in_8_bits_by_the_kernels(scaling, seed):
     experts = torch.rand((13, 3), generator=generator).topk(2).indices
     experts[experts == 1], experts[0, 1] = 2, -1
     weights = torch.randint(1, 3, (13, 2), generator=generator).float()
+    options = {"scaling": scaling, "activation": "relu"}
+    if other:  # as gpt-oss's are
+        biases = [torch.randint(-2, 3, (3, 32), generator=generator).bfloat16() for _ in range(2)]
+        options |= {"b_gate_up": biases[0], "b_down": biases[1], "interleaved": True}
+        options["activation"] = gating.ClampedSwiglu(7.0, 1.702, 1.0)
     found = [
-        Fp8MoE.from_weights(gate_up, down, scaling=scaling, activation="relu", backend=backend)(x, experts, weights)
+        Fp8MoE.from_weights(gate_up, down, backend=backend, **options)(x, experts, weights)
         for backend in ("cute", "torch")
     ]
     assert found[0].abs().max() > 0

@@ -13,8 +13,9 @@ from torch.nn import functional
 
 import cutegemm
 from cutegemm import quantized_mixture
+from cutegemm.gating import ClampedSwiglu
 from cutegemm.nn import Fp8MoE, MoE, TopKRouter, compare, replace_moe
-from tests.mixtures import ACTIVATIONS, agree, exact
+from tests.mixtures import ACTIVATIONS, agree, clamped, drawn_biases, exact
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 IN, HIDDEN, OUT, COUNT, TOP_K = 144, 160, 48, 5, 2
@@ -59,11 +60,19 @@ def by_hand(made: Fp8MoE, x, experts, weights):
     chosen, shares = chosen.reshape(-1), shares.reshape(-1, 1).double()
     shares = shares * (chosen == chosen.clamp(0, COUNT - 1))[:, None]
     chosen = chosen.clamp(0, COUNT - 1)
-    gate, up = torch.einsum("tk,tnk->tn", numbers, gate_up[chosen]).chunk(2, -1)
-    hidden = (ACTIVATIONS[made.activation](gate) * up * shares).to(x.dtype)
+    of_both, of_down = (0 if each is None else each.double()[chosen] for each in biases_of(made))
+    both = torch.einsum("tk,tnk->tn", numbers, gate_up[chosen]) + of_both
+    gate, up = (both[:, ::2], both[:, 1::2]) if made.interleaved else both.chunk(2, -1)
+    named = isinstance(made.activation, str)
+    hidden = ACTIVATIONS[made.activation](gate) * up if named else clamped(gate, up, made.activation.limit)
     # The sorted order is that of the scales of a tensor too, which do not depend on it.
-    result = torch.einsum("tk,tnk->tn", seen(hidden), down[chosen]).to(x.dtype).double()
+    result = torch.einsum("tk,tnk->tn", seen((hidden * shares).to(x.dtype)), down[chosen])
+    result = (result + shares * of_down).to(x.dtype).double()
     return result.view(*experts.shape, result.shape[1]).sum(-2)
+
+
+def biases_of(made: Fp8MoE):
+    return made.gate_up_proj_bias, made.down_proj_bias
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -74,6 +83,70 @@ def test_the_definition(scaling, dtype, activation, seed):
     made = Fp8MoE.from_weights(*weights_of(seed), dtype, activation=activation, scaling=scaling)
     given = drawn(seed)
     agree(made(*given), by_hand(made, *given), 0.02)  # a hidden number may be rounded to its neighbour in 8 bits
+
+
+LIMITED = ClampedSwiglu(0.7, 1.702, 1.0)
+
+
+@pytest.mark.parametrize("scaling", ["rows", "blocks", "tensor"])
+@pytest.mark.parametrize("biased", ["", "both", "b_gate_up", "b_down"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("activation", ["silu", LIMITED], ids=["silu", "limited"])
+@pytest.mark.product(keep=10)
+def test_the_definition_of_other_forms(scaling, biased, interleaved, activation, seed):
+    weights = weights_of(seed)
+    named = dict(zip(("b_gate_up", "b_down"), drawn_biases(*weights, seed=seed), strict=True))
+    biases = {key: each for key, each in named.items() if biased in ("both", key)}
+    options = {"activation": activation, "interleaved": interleaved, "scaling": scaling, **biases}
+    made = Fp8MoE.from_weights(*weights, **options)
+    given = drawn(seed)
+    agree(made(*given), by_hand(made, *given), 0.02)
+    turned = Fp8MoE.from_weights(*(each.mT.contiguous() for each in weights), transposed=True, **options)
+    assert torch.equal(turned(*given), made(*given))
+    assert torch.equal(saved(made)(*given), made(*given))
+    assert ("bias=True" in repr(made)) == bool(biased)
+    assert ("interleaved=True" in repr(made)) == interleaved
+    pairs = (made.gate_up_proj, made.gate_up_proj_scale), (made.down_proj, made.down_proj_scale)
+    del options["scaling"]
+    known = Fp8MoE.from_quantized(*pairs[0], *pairs[1], scaling=scaling, **options)
+    assert torch.equal(known(*given), made(*given))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_states_of_other_forms(transposed, seed):
+    """Of a `MoE` whose weights lie the other way, and of its own."""
+    torch.manual_seed(seed)
+    sizes, form = (HIDDEN, HIDDEN, COUNT), {"bias": True, "interleaved": True, "activation": LIMITED}
+    source = MoE(*sizes, transposed=transposed, **form)
+    given = (torch.randn(4, HIDDEN), *drawn(seed, (4,))[1:])
+    wanted = replace_moe(copy.deepcopy(source), dtype="fp8")
+    assert isinstance(wanted, Fp8MoE)
+    assert wanted.transposed == transposed
+    for state in (source.state_dict(), wanted.state_dict()):
+        made = Fp8MoE(*sizes, transposed=transposed, **form)
+        made.load_state_dict(state)
+        assert torch.equal(made(*given), wanted(*given))
+    made = made.bfloat16()
+    assert made.gate_up_proj_bias.dtype == torch.bfloat16
+    assert made.gate_up_proj.dtype == E4M3
+    agree(made(*given), wanted(*given).double(), 0.02)
+
+
+def test_other_forms_are_refused_with_the_reason(seed):
+    weights = weights_of(seed)
+    biases = drawn_biases(*weights, seed=seed)
+    for wrong, kind, message in (
+        ({"activation": 5}, ValueError, "activation: got 5, accepted are 'silu'"),
+        ({"b_down": biases[0]}, ValueError, r"b_down: got shape \(5, 320\), expected \(5, 48\)"),
+        ({"b_gate_up": biases[0].int()}, TypeError, "b_gate_up: got dtype torch.int32"),
+        ({"interleaved": 1}, TypeError, "interleaved: got int, accepted are True and False"),
+        ({"transposed": 1}, TypeError, "transposed: got int, accepted are True and False"),
+        ({"transposed": True}, ValueError, r"expected \(E, in, 2 F\), \(E, F, out\)"),
+    ):
+        with pytest.raises(kind, match=message):
+            Fp8MoE.from_weights(*weights, **wrong)
+    with pytest.raises(TypeError, match="bias: got int, accepted are True and False"):
+        Fp8MoE(8, 16, 4, bias=1)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("e4m3", 0.08), ("e5m2", 0.16), ("int8", 0.03)])
@@ -126,8 +199,12 @@ def test_autocast(seed):
     assert torch.equal(found, made(x.to(BF16), experts, weights))
 
 
-def test_one_graph_for_any_number_of_tokens(seed):
-    made, counter = Fp8MoE.from_weights(*weights_of(seed)), torch._dynamo.testing.CompileCounter()
+@pytest.mark.parametrize("other", [False, True])
+def test_one_graph_for_any_number_of_tokens(other, seed):
+    weights, counter = weights_of(seed), torch._dynamo.testing.CompileCounter()
+    biases = drawn_biases(*weights, seed=seed)
+    form = {"b_gate_up": biases[0], "b_down": biases[1], "activation": LIMITED, "interleaved": True} if other else {}
+    made = Fp8MoE.from_weights(*weights, **form)
     compiled = torch.compile(made, backend=counter, fullgraph=True, dynamic=True)
     with torch.no_grad():
         for tokens in (3, 8, 21):

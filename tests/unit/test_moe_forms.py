@@ -325,16 +325,21 @@ def test_other_gatings_stay():
     assert dict(model.items()) == kept
 
 
-def test_fp8_leaves_experts_with_a_limit_or_biases(seed):
+def test_experts_of_any_form_in_fp8(seed):
     torch.manual_seed(seed)
     given = {
-        "gpt": GptOss(), "biased": MoE(8, 6, 5, bias=True), "turned": MoE(8, 6, 5, transposed=True),
-        "limited": MoE(8, 6, 5, activation=LIMIT), "mixed": MoE(8, 6, 5, interleaved=True),
+        "gpt": GptOss(), "limited": Limited(), "concatenated": Concatenated(), "biased": MoE(8, 6, 5, bias=True),
+        "turned": MoE(8, 6, 5, transposed=True), "own": MoE(8, 6, 5, activation=FUNCTIONS["of_ones_own"][0]),
+        "mixed": MoE(8, 6, 5, interleaved=True, activation=LIMIT),
     }  # fmt: skip
-    with pytest.warns(UserWarning, match="nothing was replaced"):
-        model = replace_moe(torch.nn.ModuleDict(given), dtype="fp8")
-    assert dict(model.items()) == given
-    assert isinstance(replace_moe(MoE(8, 6, 5), dtype="fp8"), Fp8MoE)
+    before = copy.deepcopy(given)
+    model = replace_moe(torch.nn.ModuleDict(given), dtype="fp8")
+    x, experts, weights = (each.detach() for each in GIVEN[:3])
+    for name, made in model.items():
+        assert isinstance(made, Fp8MoE)
+        with torch.no_grad():
+            want = before[name](x, experts, weights)
+            assert (made(x, experts, weights) - want).norm() < 0.1 * want.norm(), name
 
 
 def test_a_model_of_gpt_oss(seed):

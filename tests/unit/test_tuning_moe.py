@@ -24,9 +24,10 @@ def test_variants_are_as_close_to_float32_as_torch(how, skew, block):
 
 
 @pytest.mark.parametrize("recipe", ["rows", "blocks"])
-def test_a_mixture_in_fp8_is_judged_by_a_limit_of_its_own(recipe):
-    experts = moe.weights_of(SMALL, "cpu")
-    given = [*moe.inputs_of(SMALL, 32, "uniform", "cpu"), *experts]
+@pytest.mark.parametrize("block", [SMALL, BIASED])
+def test_a_mixture_in_fp8_is_judged_by_a_limit_of_its_own(recipe, block):
+    experts = moe.weights_of(block, "cpu")
+    given = [*moe.inputs_of(block, 32, "uniform", "cpu"), *experts]
     steps = {blocks.TORCH: moe.grouped_mm, **moe.in_fp8([recipe], *experts)}
     assert moe.check(moe.forward, steps, given) == {"torch": "ok", f"fp8 {recipe}": "ok"}
     layer = steps[f"fp8 {recipe}"]

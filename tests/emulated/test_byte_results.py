@@ -142,8 +142,8 @@ TURNED_PAIRS = (
 
 @pytest.mark.parametrize("config", TURNED_PAIRS)
 @pytest.mark.parametrize("out", [torch.bfloat16, E4M3])
-@pytest.mark.parametrize("recipes", [("rows", "rows"), (None, None)])
-@pytest.mark.product(keep=4)
+@pytest.mark.parametrize("recipes", [("rows", "rows"), ("blocks", "blocks128"), ("blocks", "blocks"), (None, None)])
+@pytest.mark.product(keep=6)
 def test_gate_and_up_in_pairs_of_swapped_operands(config, out, recipes, seed):
     """As above; lanes exchange accumulators."""
     whole = recipes == (None, None)

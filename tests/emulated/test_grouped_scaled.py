@@ -100,12 +100,15 @@ def test_gate_and_up_of_stacked_weights_with_scales(work, config, kind, scales, 
         ("64x64x128/coop1/c1x1/s3/g2/twin", "swiglu_pairs"),
         ("64x128x128/coop1/c2x1/s3/g2/streamk", "swiglu"),
         ("64x128x128/coop1/c2x1/s3/g2/streamk", "swiglu_pairs"),
+        ("128x32x128/coop2/c2x1/s3/g2/swap/twin", "swiglu_pairs"),
     ],
 )
 @pytest.mark.parametrize("work", [RAGGED_M, GATHERED, MASKED, SCATTERED])
 @pytest.mark.product(keep=2)
 def test_gate_and_up_of_stacked_weights_behind_scales_of_blocks(work, config, gating, n, seed):
     """Up's columns begin at 80, 72 and 136, in the middle of a block of 128."""
+    if "c2x1" in config and "swap" in config and work in (SCATTERED, GATHERED):
+        pytest.skip("clusters share no gathered rows, and pairs of swapped operands need TMA's stores")
     recipes = ("blocks", "blocks128")
     case = GroupCase.random(work, [70, 0, 3, 55], 0, n, 272, "e4m3", seed=seed, recipes=recipes)
     case.epilogue = getattr(ops, gating)

@@ -111,11 +111,13 @@ class Scales:
         made: list[Any] = [None if given is None else _Side(signature, given, *rest) for given, *rest in sides]
         self.down, self.across = made
         self.stage = _rounded(rows) + _rounded(columns)
-        self.in_pairs = signature.epilogue.gating == "pairs"
+        # In pairs two rows or columns of accumulators, those of B, are one column of D.
+        folds = 2 if signature.epilogue.gating == "pairs" else 1
+        self.of_row, self.of_column = (folds, 1) if config.swapped else (1, folds)
 
-    def column(self, region) -> Any:
-        """The first column of a tile's accumulators: in pairs two of them are one of D."""
-        return 2 * region.column if self.in_pairs else region.column
+    def corner(self, region) -> tuple:
+        """The first row and column of a tile's accumulators."""
+        return self.of_row * region.row, self.of_column * region.column
 
 
 def _rounded(count: int) -> int:
@@ -157,10 +159,10 @@ class ScaleProducer:
         """Copies this thread's part of the scales of a k tile into a stage. last: number of the last k tile."""
         k_block = cutlass.max(cutlass.min(k_tile, last), 0)
         place = self.base + stage * (self.scales.stage * NUMBER)
-        if self.scales.down is not None:
-            self.scales.down.load(region.row, region.matrix, k_block, place, self.thread)
-        if self.scales.across is not None:
-            self.scales.across.load(self.scales.column(region), region.matrix, k_block, place, self.thread)
+        corner = self.scales.corner(region)
+        for side, first in zip((self.scales.down, self.scales.across), corner, strict=True):
+            if side is not None:
+                side.load(first, region.matrix, k_block, place, self.thread)
 
 
 class BlockScales(Promotion):
@@ -185,10 +187,11 @@ class BlockScales(Promotion):
         self.base = cute.recast_ptr(memory.scales, dtype=Float32)
 
     def open(self, tile) -> None:
-        region = self.own.region(tile)
+        row, column = self.scales.corner(self.own.region(tile))
+        self.own_row = self.scales.of_row * self.own.first_row
         # Where the CTA's tile begins within a block of 128.
-        self.row_in_block = (region.row - self.own.first_row) % SCALE_K
-        self.column_in_block = self.scales.column(region) % SCALE_K
+        self.row_in_block = (row - self.own_row) % SCALE_K
+        self.column_in_block = column % SCALE_K
 
     def fetch(self, stage) -> tuple:
         """(scales of this thread's rows, scales of its runs of columns, address of the scales of single columns)"""
@@ -201,7 +204,7 @@ class BlockScales(Promotion):
         if side is None:
             return [None] * (2 * self.blocks)
         for block in range(self.blocks):
-            row = self.own.first_row + block * self.config.block_step
+            row = self.own_row + block * self.config.block_step
             if side.grain < SCALE_K:
                 row = row + (self.thread // 32 * 16 + self.thread % 32 // 4)
                 found += [_number(first + _share(row + 8 * r, side.grain)) for r in range(2)]

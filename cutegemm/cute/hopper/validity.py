@@ -60,8 +60,6 @@ def _program(config: HopperConfig, signature: Signature) -> str | None:
         return f"{parts} add up and finish single accumulators; gate and up are finished together"
     if config.parts > 1 and config.swapped and signature.epilogue.program.uses("partner"):
         return f"{parts} of swapped operands finish rows of D apart; a program with partner needs neighbours"
-    if gating == "pairs" and config.swapped and signature.epilogue.program.block_scales:
-        return "with swapped operands gate and up in pairs take no scales of blocks of K"
     if gating == "pairs" and config.swapped and not config.uses_tma_store(signature):
         return (
             "with swapped operands gate and up in pairs lie in different threads, which exchange them on the way to "

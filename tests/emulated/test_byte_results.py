@@ -132,6 +132,20 @@ def test_gate_and_up_in_pairs(config, out, recipes, seed):
           config=f"sm90/{config}")  # fmt: skip
 
 
+@pytest.mark.parametrize("form", ["", "/swap", "/slab", "/k2"])
+@pytest.mark.parametrize("out", [E4M3, E5M2])
+@pytest.mark.product(keep=4)
+def test_sums_of_integers_beside_other_results(form, out, seed):
+    """The compiler would convert the bare sums to fp8 in one step, which no instruction does."""
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (torch.randint(-3, 4, (rows, 64), generator=generator).to(INT8) for rows in (70, 72))
+    options = {"epilogue": lambda acc: (acc, acc * 0.5), "out_dtype": out}
+    config = f"sm90/64x64x128/coop1/c1x1/s3/row{form}"
+    found = cutegemm.gemm(a, b.t(), backend="cute", config=config, **options)
+    want = cutegemm.gemm(a, b.t(), backend="torch", **options)
+    assert all(torch.equal(mine.float(), theirs.float()) for mine, theirs in zip(found, want, strict=True))
+
+
 TURNED_PAIRS = (
     "64x48x128/coop1/c1x1/s3/g2/swap",
     "256x64x128/coop2/c1x2/s3/g2/swap/zig",

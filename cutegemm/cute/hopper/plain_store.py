@@ -76,7 +76,15 @@ class _Lane:
         return self.row_address + ((self.own_piece ^ piece) << 4) + within
 
 
-class TransposedByteEpilogue(TransposedTmaEpilogue):
+class _OneByOne(TransposedTmaEpilogue):
+    """`TransposedTmaEpilogue` whose results are stored one by one."""
+
+    def _address(self, j: int):
+        """Where this lane's first result of block `j` of a buffer lies."""
+        return self.row_address + 8 * j * self.row_bytes
+
+
+class TransposedByteEpilogue(_OneByOne):
     """`TransposedTmaEpilogue` for results of 8 bits, stored one by one: a thread has those of two rows of D, 8 columns
     apart.
     """
@@ -85,10 +93,6 @@ class TransposedByteEpilogue(TransposedTmaEpilogue):
         # Rows of D of 64 bytes: two neighbours share a line of 128, and so the swizzle. A warp has one piece of a row.
         quad = lane & 3
         self.row_address = base + 2 * self.row_bytes * quad + ((self.warp ^ quad) << 4) + lane // 4
-
-    def _address(self, j: int):
-        """Where this lane's first result of block `j` of a buffer lies."""
-        return self.row_address + 8 * j * self.row_bytes
 
     def _stage(self, accumulators, corner, i, part, buffer) -> None:
         for j in range(self.columns // 8):
@@ -101,7 +105,7 @@ class TransposedByteEpilogue(TransposedTmaEpilogue):
                     cute.arch.inline_ptx("st.shared.b8 [{$r0}], {$r1};", read_only_args=[own, word >> (8 * q)])
 
 
-class TransposedPairsEpilogue(TransposedTmaEpilogue):
+class TransposedPairsEpilogue(_OneByOne):
     """`TransposedTmaEpilogue` for gate and up in pairs, which are neighbouring rows of accumulators, in lanes 4 apart.
 
     Of the two rows that a thread has of each column it keeps one and sends the other, so that it has gate and up of one
@@ -112,10 +116,6 @@ class TransposedPairsEpilogue(TransposedTmaEpilogue):
         quad, own = lane & 3, self.itemsize * self._own_row()
         swizzle = quad >> 1 if self.itemsize == 1 else quad
         self.row_address = base + 2 * self.row_bytes * quad + (((own >> 4) ^ swizzle) << 4) + (own & 15)
-
-    def _address(self, j: int):
-        """Where this lane's first result of block `j` of a buffer lies."""
-        return self.row_address + 8 * j * self.row_bytes
 
     def _sums(self, begin, size: int) -> list[Any]:
         held = cute.make_tensor(begin, cute.make_layout(2 * size))

@@ -14,6 +14,7 @@ from cutegemm.hardware.arch import Arch
 from cutegemm.problem import program_request, reference, torch_dtype
 from cutegemm.problem.program import bound
 from cutegemm.problem.reference import Verdict
+from cutegemm.pytorch.program_operator import program_of
 from cutegemm.run import fused
 from cutegemm.run.reductions import Reductions
 
@@ -27,13 +28,15 @@ def _operands(m: int, n: int) -> tuple[torch.Tensor, ...]:
     return torch.randn(m, n).bfloat16(), torch.randn(n)
 
 
-PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int, int], tuple[torch.Tensor, ...]]]] = {
+_IN_FP32 = program_of("def epilogue(acc, x0: bf16[M, N], x1: bf16[M, N]) -> fp32: return acc * x0 + x1")
+PROGRAMS: dict[str, tuple[Any, Callable[[int, int], tuple[torch.Tensor, ...]]]] = {
     "swiglu": (ops.swiglu, lambda m, n: ()),
     "swiglu_pairs": (ops.swiglu_pairs, lambda m, n: ()),
     "statistics": (_with_statistics, _operands),
+    "in_fp32": (_IN_FP32, lambda m, n: (torch.randn(m, n).bfloat16(), torch.randn(m, n).bfloat16())),
     "rotation": (ops.rope, lambda m, n: (torch.randn(m, n).bfloat16(), torch.randn(m, n).bfloat16())),
 }
-"""Name -> (the function, what makes its operands for D (m, n))."""
+"""Name -> (the function or program, what makes its operands for D (m, n))."""
 
 
 class ProgramWork:

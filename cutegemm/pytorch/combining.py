@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from cutegemm import torch_grouped
@@ -48,34 +46,6 @@ def spread(rows: torch.Tensor, token_of: torch.Tensor, row_of: torch.Tensor, top
 
         found = combining.spread(rows, row_of, top_k)
     return rows.index_select(0, token_of) if found is None else found
-
-
-class Spread(torch.autograd.Function):
-    """apply(rows, token_of, row_of, top_k, backend): `spread`, whose gradient is `combine` of the upstream gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Any, token_of: Any, row_of: Any, top_k: int, backend: str) -> torch.Tensor:
-        ctx.save_for_backward(token_of, row_of)
-        ctx.how = top_k, backend
-        return spread(rows, token_of, row_of, top_k, backend)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
-        return Combine.apply(grad, *ctx.saved_tensors, *ctx.how), None, None, None, None
-
-
-class Combine(torch.autograd.Function):
-    """apply(rows, token_of, row_of, top_k, backend): `combine`, whose gradient is `spread` of the upstream gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Any, token_of: Any, row_of: Any, top_k: int, backend: str) -> torch.Tensor:
-        ctx.save_for_backward(token_of, row_of)
-        ctx.how = top_k, backend
-        return combine(rows, row_of, top_k, backend)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
-        return Spread.apply(grad, *ctx.saved_tensors, *ctx.how), None, None, None, None
 
 
 def gathered(rows: torch.Tensor, index: torch.Tensor, backend: str) -> torch.Tensor:

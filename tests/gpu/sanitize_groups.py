@@ -49,6 +49,10 @@ HALVES = ("sm90/128x256x128/coop2/c1x1/s3/serp2/zig/pdl/half", "sm90/128x192x128
 """Run with scales of blocks and gate and up of 128 columns each."""
 SWAPPED = ("sm90/128x32x64/pp/c1x1/s3/g2/swap/pdl", "sm90/256x48x64/coop2/c1x1/s3/g2/swap/zig/fit")
 """Run with gate and up in pairs, of which lanes exchange accumulators."""
+SWAPPED_BYTES = ("sm90/128x32x128/coop2/c1x1/s3/g2/swap/twin", "sm90/128x48x128/coop2/c2x1/s3/g2/swap")
+"""Run with gate and up in pairs, with scales of blocks."""
+IN_FP32 = ("sm90/128x64x64/coop2/c1x2/s3/serp2/zig/pdl", "sm90/128x48x64/coop2/c1x1/s3/serp2")
+"""Run with an operand of 16 bits, which comes through the ring, and a result in fp32."""
 GATED = ((ops.swiglu, torch.bfloat16), (ops.swiglu_pairs, torch.bfloat16), (ops.swiglu, torch.float8_e4m3fn))
 KINDS = ("sum", "operand", "plain")
 SIZES = (5, 0, 37, 1, 140)
@@ -84,12 +88,30 @@ def cases(device: str) -> Iterator[tuple[GroupCase, str]]:
         if cute.check(cute.parse(config), _problem(case), card) is None:
             yield case, config
 
+    for config, work in product(SWAPPED_BYTES, (RAGGED_M, GATHERED, MASKED)):
+        number += 1
+        case = GroupCase.random(
+            work, SIZES, 200, 288, 400, "e4m3", seed=number, tail=1, device=device, recipes=("blocks", "blocks128"),
+            out_dtype=torch.bfloat16,
+        )  # fmt: skip
+        case.epilogue = ops.swiglu_pairs
+        if cute.check(cute.parse(config), _problem(case), card) is None:
+            yield case, config
 
-def _case(work: str, dtype: str, m: int, n: int, k: int, kind: str, number: int, device: str) -> GroupCase:
+    for config, work in product(IN_FP32, (RAGGED_M, MASKED, RAGGED_K)):
+        number += 1
+        case = _case(work, "bf16", 136, 72, 200, "operand", number, device, out_dtype=torch.float32)
+        if cute.check(cute.parse(config), _problem(case), card) is None:
+            yield case, config
+
+
+def _case(
+    work: str, dtype: str, m: int, n: int, k: int, kind: str, number: int, device: str, **options: Any
+) -> GroupCase:
     """A product of such groups; of floating-point elements with the program that is one of `KINDS`."""
     m = max(m, *SIZES) if work == MASKED else m
     tail = (-sum(SIZES)) % 8 + (3 if n % 8 else 8)
-    case = GroupCase.random(work, SIZES, m, n, k, dtype, seed=number, tail=tail, device=device)
+    case = GroupCase.random(work, SIZES, m, n, k, dtype, seed=number, tail=tail, device=device, **options)
     if dtype in ("e4m3", "int8"):
         return case
     e, generator = case.extents, torch.Generator(device=device).manual_seed(number)

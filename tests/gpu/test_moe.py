@@ -145,13 +145,20 @@ def test_a_model_whose_router_is_ours(seed):
 
 @pytest.mark.parametrize("scaling", ["rows", "blocks", "tensor"])
 @pytest.mark.parametrize("dtype", ["e4m3", "int8"])
-def test_experts_in_8_bits(dtype, scaling, seed):
-    """As torch computes them; captured, with other experts in the replay, and without waiting for the GPU."""
+@pytest.mark.parametrize("other", [False, True])
+def test_experts_in_8_bits(other, dtype, scaling, seed):
+    """As torch computes them; captured, with other experts in the replay, and without waiting for the GPU.
+
+    other: experts as those of gpt-oss.
+    """
     x, experts, weights, gate_up, down = (
         each.detach() for each in drawn((300,), 2, 8, 256, 144, 272, torch.bfloat16, seed, "cuda")
     )
+    biases = [each.detach() for each in drawn_biases(gate_up, down, torch.bfloat16, seed)]
+    form = {"activation": ClampedSwiglu(7.0, 1.702, 1.0), "interleaved": True} if other else {}
+    form |= {"b_gate_up": biases[0], "b_down": biases[1]} if other else {}
     made, plain = (
-        Fp8MoE.from_weights(gate_up / 16, down / 12, dtype, scaling=scaling, backend=backend)
+        Fp8MoE.from_weights(gate_up / 16, down / 12, dtype, scaling=scaling, backend=backend, **form)
         for backend in ("cute", "torch")
     )
 

@@ -57,6 +57,32 @@ def test_operands_through_the_ring(config, case):
         assert all(torch.equal(one, other) for one, other in pairs)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        "128x64x64/coop2/c1x1/s3/row", "128x192x64/coop2/c1x2/s4/serp8/zig/pdl", "64x144x64/coop1/c2x1/s4/row",
+        "128x160x64/pp/c1x2/s5/serp8/pdl", "128x128x64/coop2/c2x2/s4/serp8/once", "192x96x64/coop3/c1x1/s3/row",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("shape", [(1000, 1160, 520), (64, 16, 8), (4096, 2880, 640)])
+def test_16_bit_operands_of_a_result_in_fp32(config, shape, seed):
+    """They come through the ring. Small integers: every element is exact."""
+    m, n, k = shape
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+
+    def integers(*extents):
+        return torch.randint(-3, 4, extents, device="cuda", generator=generator).bfloat16()
+
+    a, b, x, y = integers(m, k), integers(n, k).t(), integers(m, n), integers(m, n).half()
+    found = cutegemm.gemm(
+        a, b, epilogue=lambda acc, x, y: (acc * x - y, ops.row_sum(acc)), operands=(x, y), out_dtype=torch.float32,
+        backend="cute", config=f"sm90/{config}",
+    )  # fmt: skip
+    acc = a.float() @ b.float()
+    assert torch.equal(found[0], acc * x - y)
+    assert torch.equal(found[1], acc.sum(1, keepdim=True))
+
+
 @pytest.mark.parametrize("epilogue", [ops.swiglu, ops.geglu, ops.swiglu_pairs, lambda acc: (ops.silu(acc), acc)])
 def test_gradients_are_those_of_torch(epilogue):
     x = torch.randn(96, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)

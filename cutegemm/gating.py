@@ -127,6 +127,8 @@ def texts(form: Form, weights: torch.Tensor, b_gate_up: Any = None, b_down: Any 
     biases = tuple(None if each is None else each.dtype for each in (b_gate_up, b_down))
     if isinstance(form.activation, str):
         return _texts(form.activation, form.interleaved, weights.dtype, *biases)
+    if isinstance(form.activation, ClampedSwiglu) and not torch.compiler.is_dynamo_compiling():
+        return _of_constants(form.activation, form.interleaved, weights.dtype, *biases)
     _, second = _texts("silu", False, weights.dtype, None, biases[1])
     described = _described(weights.dtype, *(biases[:1] * 2 if biases[0] else ()))
     epilogue = form.first_epilogue(b_gate_up is not None)
@@ -135,19 +137,36 @@ def texts(form: Form, weights: torch.Tensor, b_gate_up: Any = None, b_down: Any 
     return lookup(epilogue, compiled.inputs_of(described)).text, second
 
 
+_NUMBERS: dict[tuple[str, str], int] = {}
+_FIRST_NUMBER = 16
+"""Smaller ones are places of names in the C++ part."""
+
+
+def number_of(form: Form, weights: Any, b_gate_up: Any, b_down: Any) -> int | None:
+    """The number by which the C++ part knows a form with such weights and biases; None where they are no tensors, or
+    the function can be none: the checks of a call say why.
+    """
+    try:
+        found = texts(form, weights, b_gate_up, b_down)
+    except (AttributeError, TypeError, ValueError):
+        return None
+    return _NUMBERS.setdefault(found, _FIRST_NUMBER + len(_NUMBERS))
+
+
 def _texts(
     activation: str, interleaved: bool, weight: torch.dtype, b_gate_up: torch.dtype | None, b_down: torch.dtype | None
 ) -> tuple[str, str]:
-    return _of_names(activation, interleaved, weight, b_gate_up, b_down)
+    return _of_constants(activation, interleaved, weight, b_gate_up, b_down)
 
 
 _texts._dynamo_marked_constant = True  # type: ignore[attr-defined]  # dynamo need not look at how programs are made
 
 
 @lru_cache(maxsize=64)
-def _of_names(
-    activation: str, interleaved: bool, weight: torch.dtype, b_gate_up: torch.dtype | None, b_down: torch.dtype | None
-) -> tuple[str, str]:
+def _of_constants(
+    activation: str | ClampedSwiglu, interleaved: bool, weight: torch.dtype, b_gate_up: torch.dtype | None,
+    b_down: torch.dtype | None,
+) -> tuple[str, str]:  # fmt: skip
     first = Form(activation, interleaved).first_epilogue(b_gate_up is not None)
     inputs = compiled.inputs_of(_described(weight, *([b_gate_up] * 2 if b_gate_up else [])))
     text = lookup(first, inputs).text

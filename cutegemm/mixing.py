@@ -68,9 +68,11 @@ class Settings(NamedTuple):
         h = self.hidden(x, gate_up, weight, route, b_gate_up)
         return self.result(h, down, weight, route, weights.shape[1], b_down)
 
-    def launches(self, experts: Any, weights: Any, x: Any, gate_up: Any, down: Any) -> tuple[Any, ...] | None:
-        """How the C++ part launches the kernels of a call without biases that was computed (`native.install_mixture`);
-        None where torch computes a part of it. To be called while no plan is made or forgotten (`fused.planning`).
+    def launches(
+        self, experts: Any, weights: Any, x: Any, gate_up: Any, down: Any, b_gate_up: Any = None, b_down: Any = None
+    ) -> tuple[Any, ...] | None:
+        """How the C++ part launches the kernels of a call that was computed (`native.install_mixture`); None where
+        torch computes a part of it. To be called while no plan is made or forgotten (`fused.planning`).
         """
         from cutegemm.run import combining, routing_kernels, steps
 
@@ -91,11 +93,19 @@ class Settings(NamedTuple):
             step = combining.spread_step_of(x, experts.shape[1])
             spreading = None if step is None else steps.launchers([step], x.device)
             x, sizes, arrays = like(x.dtype, slots, x.shape[1]), Sizes(ends), [(2, 0)]
-        hidden = grouped.launch_of(
-            x, gate_up.mT, sizes, program_of(self.first), (like(weights.dtype, slots, 1),), *by, arrays, 5
-        )
-        h = like(x.dtype, slots, down.shape[2])
-        result = grouped.launch_of(h, down.mT, Sizes(ends), program_of(self.second), (), *by, ((2, 0),), 5)
+        # Of the tensors given to each product the sorted weights are number 5, and its bias is number 6.
+        sorted_weights, places = like(weights.dtype, slots, 1), [(5, 0)]
+        operands = gating.operands(sorted_weights, b_gate_up, self.interleaved)
+        if b_gate_up is not None:
+            up = operands[2].storage_offset() - operands[1].storage_offset()
+            places += [(6, 0), (6, up * b_gate_up.element_size())]
+        first = program_of(self.first)
+        hidden = grouped.launch_of(x, gate_up.mT, sizes, first, operands, *by, arrays, places, 7)
+        h, operands, places = like(x.dtype, slots, down.shape[2]), [], []
+        if b_down is not None:
+            operands, places = [sorted_weights, b_down[:, None]], [(5, 0), (6, 0)]
+        second = program_of(self.second)
+        result = grouped.launch_of(h, down.mT, Sizes(ends), second, operands, *by, ((2, 0),), places, 7)
         adding = combining.step_of(like(x.dtype, slots, down.shape[1]), experts.shape[1])
         add = None if adding is None else steps.launchers([adding], x.device)
         how = sort, routing_kernels.counts_of(sorting, count), spreading, hidden, result, add

@@ -72,7 +72,7 @@ def moe(
     Gradients of x, weights, w_gate_up, w_down and biases are recorded, to any order, and deterministic. torch.compile
     takes the call into its graph, and other numbers of tokens compile nothing new with dynamic shapes. Autocast casts
     x, w_gate_up and w_down. Forward mode and torch.vmap are not supported. With biases, a function for `activation`, or
-    `interleaved`, a call is made of two `grouped_gemm`s, in Python, and DTensors are refused.
+    `interleaved`, DTensors are refused.
 
     Raises:
         TypeError, ValueError: a bad argument; the message names it, what was given and what is accepted. EpilogueError,
@@ -81,10 +81,14 @@ def moe(
     """
     form, biases = gating.Form(activation, interleaved), (b_gate_up, b_down)
     plain, tell = form.is_plain and b_gate_up is None and b_down is None, False
-    if plain and not torch.compiler.is_dynamo_compiling() and (serves := native.mixture) is not None:
-        found = serves(x, experts, weights, w_gate_up, w_down, activation, precision, backend)
-        if found is not None and not (tell := found is NotImplemented):
-            return found
+    number: Any = activation
+    if not torch.compiler.is_dynamo_compiling() and (serves := native.mixture) is not None:
+        if not plain:
+            number = gating.number_of(form, weights, *biases)
+        if number is not None:
+            found = serves(x, experts, weights, w_gate_up, w_down, *biases, number, precision, backend)
+            if found is not None and not (tell := found is NotImplemented):
+                return found
     check(x, experts, weights, w_gate_up, w_down, activation if plain else "silu", precision, backend)
     given = (x, weights, w_gate_up, w_down)
     if not plain:
@@ -105,18 +109,16 @@ def moe(
         return run(x, experts, weights, w_gate_up, w_down, str(activation), precision, backend)
     recorded = torch.is_grad_enabled() and any(each.requires_grad for each in given)
     beyond = _is_beyond(experts, *given)
-    if plain and not (beyond or recorded):
-        if torch.compiler.is_dynamo_compiling():
-            made: torch.Tensor = torch.ops.cutegemm.moe(
-                x, experts, weights, w_gate_up, w_down, activation, precision, backend
-            )
-            return made
-        return unrecorded(x, experts, weights, w_gate_up, w_down, str(activation), precision, backend, tell)
-    groups, settings = (
-        w_gate_up.shape[0],
-        Settings(*gating.texts(form, weights, *biases), interleaved, precision, backend),
-    )
-    tokens, chosen, scales = by_tokens(x, experts, weights)
+    if plain and not (beyond or recorded) and torch.compiler.is_dynamo_compiling():
+        made: torch.Tensor = torch.ops.cutegemm.moe(
+            x, experts, weights, w_gate_up, w_down, activation, precision, backend
+        )
+        return made
+    settings = Settings(*gating.texts(form, weights, *biases), interleaved, precision, backend)
+    if not (beyond or recorded or torch.compiler.is_dynamo_compiling()):
+        told = (number, precision, backend) if tell else None
+        return unrecorded(x, experts, weights, w_gate_up, w_down, *biases, settings, told)
+    groups, (tokens, chosen, scales) = w_gate_up.shape[0], by_tokens(x, experts, weights)
     if beyond or recorded:  # of one that no expert has the gradient is 0, too
         scales = scales.masked_fill(chosen != chosen.clamp(0, groups - 1), 0)
     operands = tokens, _stacked(w_gate_up), w_down, scales, *biases
@@ -147,22 +149,20 @@ def _is_beyond(*tensors: torch.Tensor) -> bool:
 
 def unrecorded(
     x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor,
-    activation: str, precision: str | None, backend: str, tell: bool,
+    b_gate_up: torch.Tensor | None, b_down: torch.Tensor | None, settings: Settings, told: tuple[Any, ...] | None,
 ) -> torch.Tensor:  # fmt: skip
-    """`moe` of plain tensors without biases, of which no gradient is recorded.
+    """`moe` of plain tensors, of which no gradient is recorded.
 
-    tell: whether to tell the C++ part how it is launched.
+    told: where the C++ part is to be told how the call is launched, its last three arguments as it knows them.
     """
     tokens, chosen, scales = by_tokens(x, experts, weights)
-    settings = Settings(*gating.texts(gating.Form(activation), weights), False, precision, backend)
-    operands = tokens, _stacked(w_gate_up), w_down
-    route = routing.route(chosen, scales.detach(), w_gate_up.shape[0], backend)
-    result: torch.Tensor = settings.composed(route, *operands, scales)
-    if tell:
+    operands, biases = (tokens, _stacked(w_gate_up), w_down), (b_gate_up, b_down)
+    route = routing.route(chosen, scales.detach(), w_gate_up.shape[0], settings.backend)
+    result: torch.Tensor = settings.composed(route, *operands, scales, *biases)
+    if told is not None:
         with fused.planning():
-            how = settings.launches(chosen, scales, *operands)
-            given = x, experts, weights, w_gate_up, w_down, activation, precision, backend
-            native.install_mixture(given, how)
+            how = settings.launches(chosen, scales, *operands, *biases)
+            native.install_mixture((x, experts, weights, w_gate_up, w_down, *biases, *told), how)
     return result.view(*x.shape[:-1], w_down.shape[1])
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from cutegemm import gating
+from cutegemm.mixing import Settings
 from cutegemm.moe import unrecorded
 from cutegemm.moe_arguments import check
 from cutegemm.pytorch.program_autograd import refuse_tangents
@@ -20,10 +22,11 @@ NAME = "moe"
 def _compute(
     x, experts, weights, w_gate_up, w_down, activation="silu", precision=None, backend="auto", tell=False
 ) -> torch.Tensor:
-    given = x, experts, weights, w_gate_up, w_down, activation, precision, backend
+    tensors, options = (x, experts, weights, w_gate_up, w_down), (activation, precision, backend)
     with torch.no_grad(), torch._C._DisableAutocast():
-        check(*given)
-        return unrecorded(*given, tell)
+        check(*tensors, *options)
+        settings = Settings(*gating.texts(gating.Form(activation), weights), False, precision, backend)
+        return unrecorded(*tensors, None, None, settings, options if tell else None)
 
 
 def _fake(x, experts, weights, w_gate_up, w_down, activation="silu", precision=None, backend="auto"):

@@ -78,6 +78,7 @@ def candidates(
     experts = torch.arange(2 * size, device=device).view(size, 2) % 8
     shares = torch.ones(size, 2, device=device, dtype=dtype)
     of_experts = torch.stack([stacked] * 8), torch.stack([weight] * 8)
+    of_others = *(each.mT.contiguous() for each in of_experts), *(each[..., 0].contiguous() for each in of_experts)
 
     def without_gradients(function: Callable[[], object]) -> Callable[[], object]:
         return torch.no_grad()(function)
@@ -116,6 +117,10 @@ def candidates(
         "moe, two of eight experts": (
             lambda: moe.grouped_mm(x, experts, shares, *of_experts),
             lambda: cutegemm.moe(x, experts, shares, *of_experts),
+        ),
+        "moe as of gpt-oss": (
+            lambda: moe.grouped_mm(x, experts, shares, *of_others),
+            lambda: moe.ours(x, experts, shares, *of_others),
         ),
         "quantize, rows": (lambda: x.to(fp8), lambda: cutegemm.quantize(x, fp8)),
         "mm of fp8, scales of rows": (

@@ -37,7 +37,8 @@ quantized_linear: Callable[..., Any] | None = None
 """quantized_linear(x, weight, weight_scale, input_scale, bias, scaling, activation, *how) -> the two in a row, with new
 scales or the one given; None and NotImplemented as `program`. Both of its steps are told of by themselves."""
 mixture: Callable[..., Any] | None = None
-"""mixture(x, experts, weights, w_gate_up, w_down, activation, precision, backend) -> the result of `moe`, likewise."""
+"""mixture(x, experts, weights, w_gate_up, w_down, b_gate_up, b_down, activation, precision, backend) -> the result of
+`moe`, likewise. activation: a name, or the number of a form (`gating.number_of`)."""
 
 FUNCTIONS = ("gemm", "linear", "program", "quantize", "scaled", "quantized_linear", "mixture")
 """The names above, which are None while no extension serves."""
@@ -237,8 +238,8 @@ def install_mixture(arguments: tuple[Any, ...], how: tuple[Any, ...] | None) -> 
 
     how: the launchers that sort, of experts, weights, ends, places, rows, sorted weights, row_of and counts; how many
         counts there are; what `cutegemm.run.fused.launch_of` gives of the two products: of x, w_gate_up, ends, rows,
-        places and the sorted weights, and of the hidden rows, w_down, ends, rows and places; and the launchers that add
-        up these rows, of them, row_of and the sums. None: Python computes it.
+        places, the sorted weights and b_gate_up, and of the hidden rows, w_down, ends, rows, places, the sorted weights
+        and b_down; and the launchers that add up these rows, of them, row_of and the sums. None: Python computes it.
     """
     if _state.module is not None:
         _state.module.install_mixture(*arguments, how)

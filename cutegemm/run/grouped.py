@@ -133,25 +133,25 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
 
 def launch_of(
     a: Any, b: Any, sizes: Sizes, program: Program, operands: Sequence[torch.Tensor], precision: Any, backend: str,
-    arrays: Sequence[tuple[int, int]], first: int,
+    arrays: Sequence[tuple[int, int]], places: Sequence[tuple[int, int]], count: int,
 ) -> tuple[Any, ...] | None:  # fmt: skip
     """What `fused.launch_of` gives of the call with these arguments, which was computed; None where it needs Python.
 
     Args:
-        arrays: (tensor, offset) of each of its arrays, among those that the C++ part has.
-        first: the number of the first operand there; results stand behind the last one.
+        arrays, places: (tensor, offset) of each of its arrays and operands, among the tensors that the C++ part has.
+        count: of these.
     """
     plan = memo.plan(key_of(a, b, sizes, program, operands, None, None, precision, backend, None))
     if plan is None:
         return None
     asked = grouped_request.describe(a, b, sizes, program, operands, None, None, precision)
-    return _launch(plan, asked, operands, arrays, first)
+    return None if asked.gathers else fused.launch_of(plan, asked, dict(enumerate(places)), {}, count, arrays)
 
 
 def _launch(
     plan: Plan, asked: ProgramRequest, operands: Sequence[Any], arrays: Sequence[tuple[int, int]], first: int
 ) -> tuple[Any, ...] | None:
-    """As `launch_of`, of a plan."""
+    """As `launch_of`, of a plan; first: the number of the first operand, behind the last of which results stand."""
     if asked.gathers:
         return None
     tensors = [i for i, each in enumerate(operands) if isinstance(each, torch.Tensor)]

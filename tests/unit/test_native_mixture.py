@@ -31,6 +31,12 @@ X, GATE_UP, DOWN = numbers(6, 64), numbers(5, 64, 64), numbers(5, 16, 32)
 EXPERTS = torch.tensor([[0, 4], [4, 2], [-1, 0], [2, 2], [9, 1], [1, 4]])
 WEIGHTS = torch.rand(6, 2)
 MANY = torch.arange(3000) % 5
+OF_BOTH, OF_DOWN = numbers(5, 64), numbers(5, 16)
+LIMITED = cutegemm.gating.ClampedSwiglu(7.0, 1.702, 1.0)
+OTHER = cutegemm.nn.MoE.from_weights(
+    *map(torch.nn.Parameter, (GATE_UP, DOWN)), b_gate_up=torch.nn.Parameter(OF_BOTH), interleaved=True,
+    activation=LIMITED,
+)  # fmt: skip
 LAYER = cutegemm.nn.MoE.from_weights(*map(torch.nn.Parameter, (GATE_UP, DOWN)))
 
 
@@ -58,6 +64,14 @@ SERVED: dict[str, Callable[[], Any]] = {
     "the operator, inference": lambda: torch.inference_mode()(torch.ops.cutegemm.moe)(
         X, EXPERTS, WEIGHTS, GATE_UP, DOWN, "gelu", "ieee", "cute"),
     "inference mode": lambda: torch.inference_mode()(mixture)(),
+    "biases": lambda: mixture(b_gate_up=OF_BOTH, b_down=OF_DOWN),
+    "a bias in fp32, strided": lambda: mixture(b_gate_up=numbers(64, 10).float().t()[::2]),
+    "a bias behind the second product": lambda: mixture(b_down=OF_DOWN, weights=WEIGHTS.bfloat16()),
+    "gate and up in turn": lambda: mixture(interleaved=True),
+    "as gpt-oss's": lambda: mixture(
+        gate_up=GATE_UP.mT.contiguous().mT, b_gate_up=OF_BOTH, b_down=OF_DOWN, interleaved=True, activation=LIMITED),
+    "a function": lambda: mixture(activation=lambda gate, up: cutegemm.ops.tanh(gate) + up),
+    "a layer of another form without gradients": lambda: torch.no_grad()(OTHER)(X, EXPERTS, WEIGHTS),
     "a layer without gradients": lambda: torch.no_grad()(LAYER)(X, EXPERTS, WEIGHTS),
 }  # fmt: skip
 
@@ -102,6 +116,12 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "the operator, four dimensions of weights": lambda: torch.ops.cutegemm.moe(
         X, EXPERTS, WEIGHTS, GATE_UP.view(5, 2, 32, 64), DOWN),
     "the operator, experts of other tokens": lambda: torch.ops.cutegemm.moe(X, EXPERTS[:5], WEIGHTS, GATE_UP, DOWN),
+    "a bias of another shape": lambda: mixture(b_down=OF_BOTH),
+    "a bias that is no tensor": lambda: mixture(b_down=3.0),
+    "a bias that is negative": lambda: mixture(b_down=torch._neg_view(OF_DOWN)),
+    "no function": lambda: mixture(activation=17),
+    "a function that is no epilogue": lambda: mixture(activation=lambda gate, up: 3),
+    "a function and weights that are no tensor": lambda: mixture(activation=LIMITED, weights=[1.0]),
     "no such activation": lambda: mixture(activation="tanh"),
     "no such backend": lambda: mixture(backend="none"),
     "another precision": lambda: mixture(precision="bf16x6"),
@@ -135,13 +155,20 @@ def test_what_records_gradients_is_left_to_python():
     with served(in_cpp=True):
         for _ in range(2):
             mixture()
-        given = [X, EXPERTS, WEIGHTS, GATE_UP, DOWN]
-        assert isinstance(native.mixture(*given, "silu", None, "auto"), torch.Tensor)
+            mixture(b_gate_up=OF_BOTH, b_down=OF_DOWN)
+        given, nothing = [X, EXPERTS, WEIGHTS, GATE_UP, DOWN], (None, None)
+        assert isinstance(native.mixture(*given, *nothing, "silu", None, "auto"), torch.Tensor)
         for place in (0, 2, 3, 4):
             recorded = [each.clone().requires_grad_(i == place) for i, each in enumerate(given)]
-            assert native.mixture(*recorded, "silu", None, "auto") is None
+            assert native.mixture(*recorded, *nothing, "silu", None, "auto") is None
             with torch.no_grad():
-                assert isinstance(native.mixture(*recorded, "silu", None, "auto"), torch.Tensor)
+                assert isinstance(native.mixture(*recorded, *nothing, "silu", None, "auto"), torch.Tensor)
+        number = cutegemm.gating.number_of(cutegemm.gating.Form(), WEIGHTS, OF_BOTH, OF_DOWN)
+        for place in (0, 1):
+            biases = [each.clone().requires_grad_(i == place) for i, each in enumerate((OF_BOTH, OF_DOWN))]
+            assert native.mixture(*given, *biases, number, None, "auto") is None
+            with torch.no_grad():
+                assert isinstance(native.mixture(*given, *biases, number, None, "auto"), torch.Tensor)
 
 
 def test_a_pass_that_copies_rows_in_front_is_launched_too(monkeypatch):
@@ -159,6 +186,22 @@ def test_a_pass_that_copies_rows_in_front_is_launched_too(monkeypatch):
         mixture()
         assert len(launched) == count - 1
     assert torch.equal(first, without)
+
+
+def test_a_function_that_reads_something_else_is_another_form():
+    limit = 1.0
+
+    def limited(gate, up):
+        return cutegemm.ops.minimum(gate, limit) * up
+
+    found = []
+    for in_cpp in (False, True):
+        with served(in_cpp=in_cpp):
+            for limit in (1.0, 1.0, 2.0, 2.0, 1.0):
+                found.append(mixture(activation=limited))
+    assert all(map(torch.equal, found[:5], found[5:]))
+    assert torch.equal(found[0], found[4])
+    assert not torch.equal(found[0], found[2])
 
 
 def test_calls_with_one_key_launch_one_kernel():

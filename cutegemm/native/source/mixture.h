@@ -11,38 +11,40 @@ struct Mixture {
   std::vector<Launch> sorting;    // they take experts, weights, ends, places, rows, sorted weights, row_of and counts
   int64_t counts = 0;             // numbers that they exchange
   std::vector<Launch> spreading;  // one at most, which takes x, row_of and the copies
-  ProgramLaunch hidden;           // of x or the copies, gate_up, ends, rows, places and the sorted weights
-  ProgramLaunch result;           // of the hidden rows, down, ends, rows and places
+  ProgramLaunch hidden;           // of x or the copies, gate_up, ends, rows, places, the sorted weights and its biases
+  ProgramLaunch result;           // of the hidden rows, down, ends, rows, places, the sorted weights and its bias
   std::vector<Launch> adding;     // they take these rows, row_of and the sums
 };
 
 struct ToMix {
-  const at::Tensor *x = nullptr, *experts = nullptr, *weights = nullptr, *gate_up = nullptr, *down = nullptr;
-  Matrix rows, choice, weight, first, second;
-  Options options;
+  const at::Tensor *x = nullptr, *experts = nullptr, *weights = nullptr, *gate_up = nullptr, *down = nullptr,
+                   *of_gate_up = nullptr, *of_down = nullptr;  // the last two are biases, or none
+  Matrix rows, choice, weight, first, second, first_bias, second_bias;
+  Options options;  // activation: the place of a name, or the number that stands for a form (cutegemm/gating.py)
   int device = 0;
 
   // False where Python must look at them. Leading dimensions are merged.
   bool describe() {
     device = x->device().index();
-    for (const at::Tensor* each : {experts, weights, gate_up, down})
-      if (each->device() != x->device()) return false;
+    for (const at::Tensor* each : {experts, weights, gate_up, down, of_gate_up, of_down})
+      if (each && each->device() != x->device()) return false;
     if (x->dim() == 0 || experts->sizes() != weights->sizes() || x->dim() != experts->dim() ||
         x->sizes().slice(0, x->dim() - 1) != experts->sizes().slice(0, x->dim() - 1))
       return false;
     return describe_rows(*x, rows) && describe_rows(*experts, choice) && describe_rows(*weights, weight) &&
            cutegemm::describe(*gate_up, first) && cutegemm::describe(*down, second) && rows.dim == 2 &&
-           choice.dim == 2 && weight.dim == 2;
+           choice.dim == 2 && weight.dim == 2 && (!of_gate_up || cutegemm::describe(*of_gate_up, first_bias)) &&
+           (!of_down || cutegemm::describe(*of_down, second_bias));
   }
 
   Key key() const {
     Key made;
-    made.add(options.activation << 8, device, options);
-    for (const Matrix* each : {&rows, &choice, &weight, &first, &second}) made.add(*each, 15);
+    made.add(options.activation), made.add(0, device, options);
+    for (const Matrix* each : {&rows, &choice, &weight, &first, &second, &first_bias, &second_bias}) made.add(*each, 15);
     return made;
   }
 
-  bool records() const { return !nothing_recorded({x, experts, weights, gate_up, down}); }
+  bool records() const { return !nothing_recorded({x, experts, weights, gate_up, down, of_gate_up, of_down}); }
 
   Found compute(at::Tensor& d) const {
     Table<Mixture>::Known known;
@@ -85,11 +87,12 @@ struct ToMix {
       if (!enqueue(step, device, {rows.data, start(row_of), tokens.data}, {})) return false;
     }
     Results hidden, result;
-    if (!cutegemm::compute(how.hidden, device, {&tokens, &first, &of_ends, &of_rows, &of_places, &of_sorted}, {},
-                           hidden))
+    if (!cutegemm::compute(how.hidden, device,
+                           {&tokens, &first, &of_ends, &of_rows, &of_places, &of_sorted, &first_bias}, {}, hidden))
       return false;
     const Matrix of_hidden = place_of(hidden[0]);
-    if (!cutegemm::compute(how.result, device, {&of_hidden, &second, &of_ends, &of_rows, &of_places}, {}, result))
+    if (!cutegemm::compute(how.result, device,
+                           {&of_hidden, &second, &of_ends, &of_rows, &of_places, &of_sorted, &second_bias}, {}, result))
       return false;
     at::DimVector shape(x->sizes());
     shape.back() = result[0].size(1);
@@ -134,14 +137,18 @@ inline at::Tensor moe_recorded(
   return moe_by_operator({&keys}, x, experts, weights, gate_up, down, activation, precision, backend);
 }
 
-// x, experts, weights, gate_up, down, activation, precision, backend
-constexpr Py_ssize_t TO_MIX = 8;
+// x, experts, weights, gate_up, down, bias of gate_up, bias of down, activation, precision, backend
+constexpr Py_ssize_t TO_MIX = 10;
 
 inline bool read(PyObject* const* args, ToMix& of) {
-  const at::Tensor** tensors[] = {&of.x, &of.experts, &of.weights, &of.gate_up, &of.down};
+  const at::Tensor** tensors[] = {&of.x, &of.experts, &of.weights, &of.gate_up, &of.down, &of.of_gate_up, &of.of_down};
   for (size_t i = 0; i < std::size(tensors); ++i)
-    if (!read_tensor(args[i], *tensors[i]) || !*tensors[i]) return false;
-  return read_name(args[5], activations, of.options.activation) && read_how(args + 6, 2, of.options) && of.describe();
+    if (!read_tensor(args[i], *tensors[i]) || (i < 5 && !*tensors[i])) return false;
+  if (PyLong_CheckExact(args[7]))
+    of.options.activation = static_cast<int>(PyLong_AsLong(args[7]));
+  else if (!read_name(args[7], activations, of.options.activation))
+    return false;
+  return read_how(args + 8, 2, of.options) && of.describe();
 }
 
 // mixture(<as above>) -> the mixture

@@ -197,7 +197,8 @@ def test_a_function_that_reads_something_else_is_another_form():
     found = []
     for in_cpp in (False, True):
         with served(in_cpp=in_cpp):
-            for limit in (1.0, 1.0, 2.0, 2.0, 1.0):
+            for value in (1.0, 1.0, 2.0, 2.0, 1.0):
+                limit = value
                 found.append(mixture(activation=limited))
     assert all(map(torch.equal, found[:5], found[5:]))
     assert torch.equal(found[0], found[4])

@@ -118,7 +118,7 @@ class Mixture(torch.autograd.Function):
         if needs[2]:
             ddown = _of_matrix(settings, dy, h, ends, down)
         if needs[5]:
-            of_down = _sums(settings, _split(weight, dy.dtype), dy, ends).to(b_down.dtype)
+            of_down = _sums(settings, weight, dy, ends).to(b_down.dtype)
         if any(ctx.wants):
             both, dweight = _of_hidden(settings, ctx.wants, dy, down, ends, gate, up, weight, b_gate_up)
             if needs[0]:
@@ -126,12 +126,12 @@ class Mixture(torch.autograd.Function):
             if needs[1]:
                 dgate_up = _of_matrix(settings, both, at_places(x), ends, gate_up)
             if needs[4]:
-                ones = _split(both.new_ones((both.shape[0], 1)), both.dtype)
-                of_both = _sums(settings, ones, both, ends).to(b_gate_up.dtype)
+                of_both = _sums(settings, both.new_ones((both.shape[0], 1)), both, ends).to(b_gate_up.dtype)
             if needs[3]:
                 if b_down is not None:
-                    columns = _split(b_down[..., None], dy.dtype)
-                    dweight = dweight + settings.product(dy, columns, ends, text=SUMS).sum(1, keepdim=True)
+                    columns, used = _split(b_down[..., None], dy.dtype)
+                    found = settings.product(dy, columns, ends, text=SUMS)[:, :used]
+                    dweight = dweight + found.sum(1, keepdim=True)
                 dweight = dweight.to(weights.dtype)
                 dweights = combine(dweight, row_of, 1, settings.backend).view(weights.shape)
         return dx, dgate_up, ddown, dweights, of_both, of_down, *nothing
@@ -194,15 +194,16 @@ def _of_matrix(settings: Settings, x: Any, y: Any, ends: Any, like: Any) -> torc
     return found
 
 
-def _split(column: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """(..., 8) whose sum over the last extent is a column (..., 1): two numbers of `dtype`, and zeros."""
-    upper = column.to(dtype)
-    rest = torch.where(upper.isfinite(), column - upper, 0)
-    parts = torch.cat((upper, rest.to(dtype)), -1)
-    return torch.nn.functional.pad(parts, (0, _NARROW - 2))
+def _split(column: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    """(..., 8) of `dtype`, and how many of the columns, one or two, add up to a column (..., 1); the others are 0."""
+    parts = [column.to(dtype)]
+    if column.dtype != dtype:
+        parts.append(torch.where(parts[0].isfinite(), column - parts[0], 0).to(dtype))
+    return torch.nn.functional.pad(torch.cat(parts, -1), (0, _NARROW - len(parts))), len(parts)
 
 
-def _sums(settings: Settings, columns: torch.Tensor, rows: torch.Tensor, ends: Any) -> torch.Tensor:
-    """(E, N): columns^T rows in groups of K, the columns added up, in fp32."""
+def _sums(settings: Settings, column: torch.Tensor, rows: torch.Tensor, ends: Any) -> torch.Tensor:
+    """(E, N): column^T rows in groups of K, in fp32. column: (rows, 1)."""
+    columns, used = _split(column, rows.dtype)
     found: torch.Tensor = settings.product(columns.mT, rows, ends, text=SUMS)
-    return found.sum(1)
+    return found[:, :used].sum(1)

@@ -24,7 +24,8 @@ def test_every_work_of_groups_is_watched_in_each_family():
     assert set(served) == {(family, work) for family in ("sm80", "simt", "sm90") for work in WORKS}
     named = {config for _, config in sanitize_groups.cases("cpu")}
     listed = {config for configs in sanitize_groups.CONFIGS.values() for config in configs}
-    assert named == listed | {*sanitize_groups.HALVES, *sanitize_groups.SWAPPED}
+    others = sanitize_groups.HALVES, sanitize_groups.SWAPPED, sanitize_groups.SWAPPED_BYTES, sanitize_groups.IN_FP32
+    assert named == listed.union(*others)
     kinds = Counter(
         (config.split("/")[0], case.work, bool(case.operands), case.epilogue is not None)
         for case, config in sanitize_groups.cases("cpu")

@@ -24,16 +24,30 @@ from cutegemm.pytorch.grouped_autograd import PRODUCT
 from cutegemm.pytorch.mlp import GATES
 
 _BIASES = tuple(torch_dtype(name) for name in TERMS if torch_dtype(name).is_floating_point)
-_ACCEPTED = f"{', '.join(map(repr, GATES))}, and a function of gate and up"
+_ACCEPTED = (
+    f"{', '.join(map(repr, GATES))} ('silu' makes SwiGLU), and a function of gate and up, such as "
+    "cutegemm.gating.ClampedSwiglu(limit=7.0)"
+)
 
 
 @dataclass(frozen=True)
 class ClampedSwiglu:
-    """`ops.clamped_swiglu` with these numbers, as an activation that can be pickled."""
+    """`ops.clamped_swiglu` with these numbers, as an activation that can be pickled.
+
+    limit: the largest gate, and the largest magnitude of up, above 0. alpha: what the gate is multiplied by in the
+    sigmoid. offset: what is added to up. Those of gpt-oss are 7.0, 1.702 and 1.0. Raises ValueError for another limit.
+    """
 
     limit: float
     alpha: float = 1.0
     offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "alpha", "offset"):
+            if isinstance(given := getattr(self, name), bool) or not isinstance(given, (int, float)):
+                raise TypeError(f"{name}: got {type(given).__name__}, expected a Python number")
+        if not self.limit > 0:
+            raise ValueError(f"limit: got {self.limit}, expected a number above 0")
 
     def __call__(self, gate: Any, up: Any) -> Any:
         return ops.clamped_swiglu(gate, up, self.limit, self.alpha, self.offset)
@@ -196,14 +210,21 @@ def check(form: Form, w_gate_up: Any, w_down: Any, b_gate_up: Any, b_down: Any) 
             f"interleaved: got True with w_gate_up of shape {tuple(w_gate_up.shape)}, which stacks gate and up; "
             "expected (E, 2 F, H)"
         )
+    check_biases(w_gate_up, w_down, {"b_gate_up": b_gate_up, "b_down": b_down})
+
+
+def check_biases(w_gate_up: Any, w_down: Any, biases: dict[str, Any], of: str = "w_gate_up") -> None:
+    """Raises TypeError or ValueError, by its name, for a bias that these weights cannot have. biases: that of gate and
+    up first. of: the name of `w_gate_up`.
+    """
     count, rows, hidden = w_down.shape
-    for name, bias, extent in (("b_gate_up", b_gate_up, 2 * hidden), ("b_down", b_down, rows)):
+    for (name, bias), extent in zip(biases.items(), (2 * hidden, rows), strict=True):
         if bias is None:
             continue
         request.check_type(name, bias)
         if bias.is_nested or bias.layout != torch.strided:
             raise TypeError(f"{name}: got a nested tensor or layout {bias.layout}, expected a dense (strided) one")
-        request.check_device(name, bias, w_gate_up.device, "w_gate_up")
+        request.check_device(name, bias, w_gate_up.device, of)
         if not torch.compiler.is_dynamo_compiling() and bias.is_neg():
             raise ValueError(f"{name}: it is a lazily negated view; call .resolve_neg()")
         if bias.dtype not in _BIASES:
@@ -219,6 +240,9 @@ def check_form(activation: Any, interleaved: Any) -> Program | None:
     """
     if not isinstance(interleaved, bool):
         raise TypeError(f"interleaved: got {type(interleaved).__name__}, accepted are True and False")
+    if isinstance(activation, (type, torch.nn.Module)):
+        got = activation.__name__ if isinstance(activation, type) else f"a module {type(activation).__name__}"
+        raise TypeError(f"activation: got {got}, accepted are {_ACCEPTED}")
     if isinstance(activation, str) or not callable(activation):
         if not (isinstance(activation, str) and activation in GATES):
             raise ValueError(f"activation: got {request.shown(activation)}, accepted are {_ACCEPTED}")
@@ -244,6 +268,7 @@ def _traced(function: Function) -> Program:
         _, returns, what = str(why).partition(": the epilogue returns ")
         kind = what.partition(", accepted")[0]
         found = f"the function returns {kind}, expected one value made of gate and up" if returns else why
+        found = str(found).replace("pass tensors by operands=", "it takes Python numbers")
         raise EpilogueError(f"activation: {found}") from why
     except TypeError:
         _check_parameters(function)

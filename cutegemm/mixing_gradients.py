@@ -6,17 +6,17 @@ With dY[i] = dO[rows[i]] and r the routing weight of each row:
     the sums of dH * H / r over rows, which are dr. Then dX = [dgate, dup] [G; U], added up like the result, and the
     groups of K d[G; U] = [dgate, dup]^T X[rows] and dW = dY^T H.
 
-Biases b (of gate and up) and c take a product with eight columns each, of which one or two are not zero:
+Biases b (of gate and up) and c take a product with eight columns each, of which one or two are not zero (`_Column`):
 
     db = [dgate, dup]^T 1      dc = dY^T r      and dr has the summand dY c
 
-r and c are the sum of two numbers of the operands' dtype there. Nothing is added up in an order that may change.
+Nothing is added up in an order that may change.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +37,8 @@ WEIGHT = Source("operand", 0)
 SUMS = Program((), (Node("acc"),), (Output(0, "fp32"),)).text
 _NARROW = 8
 """Columns of a matrix that stands for a vector: TMA loads no fewer of 16 bits."""
+_REST = 2.0**-11
+"""What rounding to fp16 leaves of a number up to 1, at most, but for a factor of two."""
 
 
 def programs_of(
@@ -129,9 +131,9 @@ class Mixture(torch.autograd.Function):
                 of_both = _sums(settings, both.new_ones((both.shape[0], 1)), both, ends).to(b_gate_up.dtype)
             if needs[3]:
                 if b_down is not None:
-                    columns, used = _split(b_down[..., None], dy.dtype)
-                    found = settings.product(dy, columns, ends, text=SUMS)[:, :used]
-                    dweight = dweight + found.sum(1, keepdim=True)
+                    column = _Column.of(b_down[..., None], dy.dtype)
+                    found = settings.product(dy, column.matrix, ends, text=SUMS)
+                    dweight = dweight + column.joined(found)[:, None]
                 dweight = dweight.to(weights.dtype)
                 dweights = combine(dweight, row_of, 1, settings.backend).view(weights.shape)
         return dx, dgate_up, ddown, dweights, of_both, of_down, *nothing
@@ -194,16 +196,45 @@ def _of_matrix(settings: Settings, x: Any, y: Any, ends: Any, like: Any) -> torc
     return found
 
 
-def _split(column: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
-    """(..., 8) of `dtype`, and how many of the columns, one or two, add up to a column (..., 1); the others are 0."""
-    parts = [column.to(dtype)]
-    if column.dtype != dtype:
-        parts.append(torch.where(parts[0].isfinite(), column - parts[0], 0).to(dtype))
-    return torch.nn.functional.pad(torch.cat(parts, -1), (0, _NARROW - len(parts))), len(parts)
+class _Column(NamedTuple):
+    """A column of a product as a matrix of eight columns, the others of which are 0.
+
+    matrix: (..., 8). factors: what the first column of the product counts, and the second, where there are two:
+    numbers, or tensors of one number. Where the column has another dtype than the matrix, the second holds what
+    rounding leaves of the first. In fp16 both are multiplied by powers of two; what is 2^-36 of the largest number is
+    lost there.
+    """
+
+    matrix: torch.Tensor
+    factors: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, column: torch.Tensor, dtype: torch.dtype) -> _Column:
+        """column: (..., 1) in any floating dtype; dtype: of the matrix."""
+        factors: tuple[Any, ...] = (1.0,)
+        parts = [column.to(dtype)]
+        if column.dtype != dtype:
+            factors = 1.0, 1.0
+            if dtype == torch.float16:
+                most = torch.where(column.isfinite(), column.abs(), 0).float().amax()
+                scale = torch.exp2(-torch.where(most > 0, most, 1).log2().floor())
+                column, factors = column.float() * scale, (1 / scale, _REST / scale)
+                parts = [column.to(dtype)]
+            rest = torch.where(parts[0].isfinite(), column - parts[0], 0)
+            parts.append((rest / _REST if dtype == torch.float16 else rest).to(dtype))
+        return cls(torch.nn.functional.pad(torch.cat(parts, -1), (0, _NARROW - len(parts))), factors)
+
+    def joined(self, found: torch.Tensor) -> torch.Tensor:
+        """(M,) or (E, N): the product with the column, of (M, 8), or of (E, N, 8)."""
+        first = found[..., 0] * self.factors[0]
+        if len(self.factors) == 1:
+            return first
+        # 0 times an infinity is NaN.
+        return torch.where(first.isfinite(), first + found[..., 1] * self.factors[1], first)
 
 
 def _sums(settings: Settings, column: torch.Tensor, rows: torch.Tensor, ends: Any) -> torch.Tensor:
     """(E, N): column^T rows in groups of K, in fp32. column: (rows, 1)."""
-    columns, used = _split(column, rows.dtype)
-    found: torch.Tensor = settings.product(columns.mT, rows, ends, text=SUMS)
-    return found[:, :used].sum(1)
+    made = _Column.of(column, rows.dtype)
+    found: torch.Tensor = settings.product(made.matrix.mT, rows, ends, text=SUMS)
+    return made.joined(found.mT)

@@ -274,7 +274,7 @@ def _activation_of(module: torch.nn.Module) -> str | gating.Function | None:
         next((found for name in names if type(found := getattr(module, name, None)) in (int, float)), None)
         for names in (("limit", "swiglu_limit"), ("alpha", "swiglu_alpha"))
     )
-    if limit is None:
+    if limit is None or not limit > 0:
         return None
     found = gating.ClampedSwiglu(limit) if alpha is None else gating.ClampedSwiglu(limit, alpha, 1.0)
     return found if _gates_alike(own, gating.Form(found, getattr(module, "is_concatenated", True) is False)) else None

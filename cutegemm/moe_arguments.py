@@ -14,6 +14,7 @@ from cutegemm.pytorch import autocast
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ACCEPTED = ", ".join(map(str, DTYPES))
+_TURNED = "; of weights that lie the other way pass .mT"
 
 
 def check(
@@ -54,7 +55,8 @@ def check_types(tensors: dict[str, Any]) -> None:
         if not torch.compiler.is_dynamo_compiling() and tensor.is_neg():
             raise ValueError(f"{name}: it is a lazily negated view; call .resolve_neg()")
         if name != "experts" and tensor.dtype not in DTYPES:
-            raise TypeError(f"{name}: got dtype {tensor.dtype}, accepted are {_ACCEPTED}")
+            swapped = "; experts come before weights" if name == "weights" and not tensor.is_floating_point() else ""
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, accepted are {_ACCEPTED}{swapped}")
     experts = tensors["experts"]
     if experts.dtype != torch.int64 and experts.dtype != torch.int32:
         raise TypeError(f"experts: got dtype {experts.dtype}, accepted are torch.int64, torch.int32")
@@ -77,16 +79,18 @@ def _check_shapes(x: Any, experts: Any, weights: Any, w_gate_up: Any, w_down: An
     dims, rows = w_gate_up.dim(), w_gate_up.shape[1:-1]
     stacked = (dims == 3 and rows[0] % 2 == 0) or (dims == 4 and rows[0] == 2)
     if not stacked or w_gate_up.shape[-1] != x.shape[-1]:
+        turned = dims == 3 and w_gate_up.shape[1] == x.shape[-1]
         raise ValueError(
             f"w_gate_up: got shape {tuple(w_gate_up.shape)}, expected (E, 2 F, {x.shape[-1]}) with x of shape "
-            f"{tuple(x.shape)}"
+            f"{tuple(x.shape)}{_TURNED if turned else ''}"
         )
     count, hidden = w_gate_up.shape[0], rows[0] // 2 if dims == 3 else rows[1]
     if not 1 <= count <= MOST_GROUPS:
         raise ValueError(f"w_gate_up: got {count} experts, accepted are 1 to {MOST_GROUPS}")
     if w_down.dim() != 3 or w_down.shape[0] != count or w_down.shape[2] != hidden:
+        turned = w_down.dim() == 3 and w_down.shape[1] == hidden
         raise ValueError(
             f"w_down: got shape {tuple(w_down.shape)}, expected ({count}, H_out, {hidden}) with w_gate_up of shape "
-            f"{tuple(w_gate_up.shape)}"
+            f"{tuple(w_gate_up.shape)}{_TURNED if turned else ''}"
         )
     check_chosen("x", x, experts, weights)

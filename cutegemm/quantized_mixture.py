@@ -26,11 +26,13 @@ from cutegemm.problem.quantization import ACCEPTED_INPUTS, BLOCK, FORMATS, INPUT
 from cutegemm.pytorch import autocast, grouped_scaled, quantize_spread
 from cutegemm.pytorch.combining import combine
 from cutegemm.pytorch.program_operator import program_of
+from cutegemm.pytorch.sharded import is_distributed
 from cutegemm.quantize import quantize
 from cutegemm.quantized_linear import Settings, check_one, check_pair, default_dtype, keeping, padded, quantized
 from cutegemm.router import check_fit, choose, sized
 
 NAMES = ("gate_up_proj", "down_proj")
+_BIASES = ("b_gate_up", "b_down")
 SCALE_ENDINGS = ("_scale", "_scale_inv")
 """Of the names of scales in a state, behind those of the weights: ours, and those of Hugging Face's fp8 experts. Both
 are factors that the values are multiplied by."""
@@ -109,7 +111,8 @@ class Fp8MoE(replacing.Translating):
         form: gating.Form, transposed: bool, settings: Settings,
     ) -> None:  # fmt: skip
         replacing.check_constant("transposed", transposed)
-        gating.check(form, pairs[0][0], pairs[1][0], *biases)
+        gating.check_form(*form)
+        gating.check_biases(pairs[0][0], pairs[1][0], dict(zip(_BIASES, biases, strict=True)), "gate_up")
         self._kinds = dict.fromkeys(NAMES, settings.scaling[1])  # the shape of a scale does not always say its kind
         if router is not None and not isinstance(router, torch.nn.Module):
             raise TypeError(f"router: got {type(router).__name__}, expected a torch.nn.Module or None")
@@ -117,7 +120,7 @@ class Fp8MoE(replacing.Translating):
             self.register_buffer(name, values)
             self.register_buffer(f"{name}_scale", scale)
         for name, bias in zip(NAMES, biases, strict=True):
-            self.register_buffer(f"{name}_bias", None if bias is None else bias.detach())
+            self.register_buffer(f"{name}_bias", None if bias is None else bias.detach().clone())
         self.router, self.transposed, self.settings = router, transposed, settings
         self.activation, self.interleaved = form
 
@@ -140,6 +143,10 @@ class Fp8MoE(replacing.Translating):
         replacing.check_input(input, self.gate_up_proj)
         chosen, shares = choose(self.router, input, experts, weights)
         check_types({"input": input, "experts": chosen, "weights": shares})
+        biases = {f"{name}_bias": getattr(self, f"{name}_bias") for name in NAMES}
+        gating.check_biases(self.gate_up_proj, self.down_proj, biases, "gate_up_proj")
+        if is_distributed(input, chosen, shares, *(each for each in self.buffers())):
+            raise ValueError("Fp8MoE: it takes no DTensors; shard the experts of a MoE, or replicate the tokens")
         if input.dim() == 0 or input.shape[-1] != self.gate_up_proj.shape[-1]:
             raise ValueError(f"input: got shape {tuple(input.shape)}, expected (..., {self.gate_up_proj.shape[-1]})")
         check_chosen("input", input, chosen, shares)
@@ -224,7 +231,7 @@ class Fp8MoE(replacing.Translating):
         backend: str = "auto",
     ) -> Fp8MoE:
         """The mixture with the quantized weights gate_up, (E, 2 F, in), and down, (E, out, F), of fp16, bf16 or fp32,
-        the other way if transposed; and biases (E, 2 F) and (E, out), which are taken as they are.
+        the other way if transposed. Biases, (E, 2 F) and (E, out), are copied as they are; either may be None.
 
         On the meta device nothing is quantized: load_state_dict(..., assign=True) gives the numbers. Raises TypeError
         or ValueError for weights of other shapes or dtypes, and as the constructor.
@@ -239,7 +246,8 @@ class Fp8MoE(replacing.Translating):
         request.check_device("down", down, gate_up.device, "gate_up")
         weights = (gate_up.mT, down.mT) if transposed else (gate_up, down)
         form, biases = gating.Form(activation, interleaved), (b_gate_up, b_down)
-        gating.check(form, *weights, *biases)
+        gating.check_form(*form)
+        gating.check_biases(*weights, dict(zip(_BIASES, biases, strict=True)), "gate_up")
         with torch.no_grad():
             pairs = [quantized(weight, settings) for weight in weights]
         return cls._made(pairs, biases, router, form, transposed, settings)
@@ -266,12 +274,14 @@ class Fp8MoE(replacing.Translating):
         Args:
             gate_up_scale, down_scale: what the weights are multiplied by, any floating dtype: one element; one for each
                 expert, E elements, which become those of rows; (E, rows) or (E, rows, 1); (E, ceil(rows / 128),
-                ceil(columns / 128)) or (E, rows, ceil(columns / 128)). Both weights have scales of one kind.
+                ceil(columns / 128)) or (E, rows, ceil(columns / 128)). Both weights have scales of one kind. Those of
+                gate_up may also be (E, 2), one for gate and one for up, which become those of rows.
             b_gate_up, b_down, activation, interleaved: as of `cutegemm.moe`.
             scaling: of x and of the hidden layer; by default as the weights': "tensor", "rows" or "blocks".
 
         Raises TypeError or ValueError naming the argument.
         """
+        gate_up_scale = _of_both(gate_up_scale, gate_up, interleaved)
         given = (("gate_up", gate_up, gate_up_scale), ("down", down, down_scale))
         forms = [_forms(*each) for each in given]
         _check_shapes(gate_up, down)
@@ -330,6 +340,15 @@ def _forms(name: str, weight: Any, scale: Any) -> dict[str, torch.Tensor]:
             f"{BLOCK}, and {(count, rows, of_columns)}, for 1 x {BLOCK}"
         )
     return found
+
+
+def _of_both(scale: Any, weight: Any, interleaved: bool) -> Any:
+    """The scales of the rows of gate and up, (E, 2 F), where there is one for each of both, (E, 2); else as given."""
+    known = isinstance(scale, torch.Tensor) and isinstance(weight, torch.Tensor) and weight.dim() == 3
+    if not known or tuple(scale.shape) != (weight.shape[0], 2):
+        return scale
+    count = weight.shape[1] // 2
+    return scale.repeat(1, count) if interleaved else scale.repeat_interleave(count, 1)
 
 
 class _Loaded(NamedTuple):

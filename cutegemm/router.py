@@ -93,7 +93,9 @@ def check_fit(gate_up: torch.Tensor, down: torch.Tensor, transposed: bool = Fals
     turned = [(*shape[:-2], *shape[:-3:-1]) for shape in shapes] if transposed else shapes
     if not fit(*turned):
         expected = "(E, in, 2 F), (E, F, out)" if transposed else "(E, 2 F, in), (E, out, F)"
-        raise ValueError(f"gate_up, down: got shapes {shapes[0]}, {shapes[1]}, expected {expected}")
+        other = [(*shape[:-2], *shape[:-3:-1]) for shape in turned]
+        hint = f"; with transposed={not transposed} they would fit" if fit(*other) else ""
+        raise ValueError(f"gate_up, down: got shapes {shapes[0]}, {shapes[1]}, expected {expected}{hint}")
 
 
 def choose(router: torch.nn.Module | None, input: Any, experts: Any, weights: Any) -> tuple[Any, Any]:

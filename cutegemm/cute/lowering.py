@@ -58,15 +58,36 @@ def finish(program: Program, size: int, leaf: Leaf, rows: Sequence[int] = ()) ->
     rows: a number for the row of D of each element, where not all are of one: no bit depends on what is in other rows.
     """
     values: list[Any] = []
-    groups = _groups(rows or [0] * size)
+    groups, in_fp8 = _groups(rows or [0] * size), _has_fp8(program)
     for node in program.nodes:
         if node.op in LEAVES:
             values.append(leaf(node))
         elif node.op == "const":
             values.append(node.attribute)
         else:
-            values.append(_apply(node, [values[i] for i in node.args], size, groups))
+            found = _apply(node, [values[i] for i in node.args], size, groups)
+            values.append(opaque(found) if in_fp8 and node.op == "float" else found)
     return [_vector(values[output.node], size, Float32) for output in program.outputs]
+
+
+FP8 = frozenset(("e4m3", "e5m2"))
+
+
+def _has_fp8(program: Program) -> bool:
+    """Whether a value is rounded to fp8."""
+    casts = {node.attribute for node in program.nodes if node.op == "cast"}
+    return bool(FP8 & {output.dtype for output in program.outputs} or FP8 & casts)
+
+
+def opaque(values: Any) -> Any:
+    """The vector of fp32, of which the compiler does not know what it was made of: it would convert an int32 to fp8 in
+    one step, which no instruction does.
+    """
+    size = cute.size(values.shape)
+    given, found = _elements(values, size, Float32), cute.make_rmem_tensor(size, Float32)
+    for i in range(size):
+        found[i] = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[given[i]])
+    return found.load()
 
 
 def _groups(rows: Sequence[int]) -> list[list[int]]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cutegemm.cute.lowering import FP8, opaque
 from cutegemm.problem import Signature
 from cutegemm.problem.dtypes import TYPES
 from cutegemm.problem.program.graph import Node, Output, Program
@@ -38,21 +38,9 @@ def reader(signature: Signature) -> Callable[[Any], Any]:
         return lambda sums: sums
     if signature.out_dtype == "int32":
         return lambda sums: sums.bitcast(Int32)
-    if {dtype for _, _, dtype, _ in signature.results} & {"e4m3", "e5m2"}:
-        return lambda sums: _pinned(sums.bitcast(Int32).to(Float32))
+    if {dtype for _, _, dtype, _ in signature.results} & FP8:
+        return lambda sums: opaque(sums.bitcast(Int32).to(Float32))
     return lambda sums: sums.bitcast(Int32).to(Float32)
-
-
-def _pinned(values: Any) -> Any:
-    """The vector, of which the compiler does not know what it was made of: it would convert an int32 to fp8 in one
-    step, which no instruction does.
-    """
-    size = cute.size(values.shape)
-    given, found = (cute.make_rmem_tensor(size, Float32) for _ in range(2))
-    given.store(values)
-    for i in range(size):
-        found[i] = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[given[i]])
-    return found.load()
 
 
 def adder(signature: Signature) -> Adder:

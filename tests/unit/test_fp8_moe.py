@@ -141,12 +141,32 @@ def test_other_forms_are_refused_with_the_reason(seed):
         ({"b_gate_up": biases[0].int()}, TypeError, "b_gate_up: got dtype torch.int32"),
         ({"interleaved": 1}, TypeError, "interleaved: got int, accepted are True and False"),
         ({"transposed": 1}, TypeError, "transposed: got int, accepted are True and False"),
-        ({"transposed": True}, ValueError, r"expected \(E, in, 2 F\), \(E, F, out\)"),
+        ({"transposed": True}, ValueError, r"expected \(E, in, 2 F\), \(E, F, out\); with transposed=False they would"),
     ):
         with pytest.raises(kind, match=message):
             Fp8MoE.from_weights(*weights, **wrong)
     with pytest.raises(TypeError, match="bias: got int, accepted are True and False"):
         Fp8MoE(8, 16, 4, bias=1)
+    made = Fp8MoE.from_weights(*weights, b_gate_up=biases[0], b_down=biases[1])
+    assert made.down_proj_bias.data_ptr() != biases[1].data_ptr()
+    with pytest.raises(TypeError, match=r"gate_up_proj_bias: got dtype torch\.float64"):
+        made.double()(*drawn(seed))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_scale_for_gate_and_one_for_up(interleaved, seed):
+    """Of each expert, as published fp8 experts have them."""
+    gate_up, down = weights_of(seed)
+    parts = gate_up.unflatten(1, (-1, 2)).mT if interleaved else gate_up.unflatten(1, (2, -1))
+    scale = parts.abs().amax((2, 3) if not interleaved else (1, 2)) / 448
+    of_rows = torch.stack([scale[:, i % 2 if interleaved else i // HIDDEN] for i in range(2 * HIDDEN)], 1)[..., None]
+    values = (gate_up / of_rows).to(E4M3)
+    others = cutegemm.quantize(down, E4M3, "rows")
+    given = drawn(seed)
+    found, want = (
+        Fp8MoE.from_quantized(values, each, *others, interleaved=interleaved)(*given) for each in (scale, of_rows)
+    )
+    assert torch.equal(found, want)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("e4m3", 0.08), ("e5m2", 0.16), ("int8", 0.03)])

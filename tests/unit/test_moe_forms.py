@@ -71,6 +71,45 @@ def test_16_bits_and_autocast(dtype, seed):
         assert torch.equal(moe(*wide[:2], given[2], *wide[3:], **options), got)
 
 
+# Dynamo itself makes an instance of torch.autograd.Function.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("of_biases", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiles", [False, True])
+def test_biases_and_weights_that_16_bits_do_not_hold(dtype, of_biases, compiles, seed):
+    """Numbers of a bias up to 1e6, and weights from 1e-7 on."""
+    given = [each.detach() for each in drawn((40,), 2, 4, 16, 24, dtype=dtype, seed=seed)]
+    of_both, of_down = (each.detach() for each in drawn_biases(*given[3:], dtype=of_biases, seed=seed))
+    of_down *= 1e6
+    given[2] = 10 ** -torch.linspace(0, 7, 80).view(40, 2)
+    given[3:] = [each * 1e-3 for each in given[3:]]
+    inputs = [each.requires_grad_() for each in (*given[2:], of_both, of_down)]
+
+    def step():
+        return moe(*given, b_gate_up=of_both, b_down=of_down)
+
+    step = torch.compile(step, fullgraph=True, backend="aot_eager") if compiles else step
+    upstream = torch.randn(40, 16, generator=torch.Generator().manual_seed(seed)).to(dtype) * 1e-3
+    found = torch.autograd.grad(step(), inputs, upstream)
+    want = exact(*given, "silu", (of_both, of_down))
+    for mine, theirs in zip(found, torch.autograd.grad(want, inputs, upstream.double()), strict=True):
+        agree(mine, theirs, 0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_infinite_gradient_stays_one(dtype, seed):
+    given = [each.detach() for each in drawn(dtype=dtype, seed=seed)]
+    bias = drawn_biases(*given[3:], seed=seed)[1]
+    given[2].fill_(1.0)  # which leaves nothing to a second column: 0 times an infinity is NaN
+    d = moe(*given, b_down=bias)
+    upstream = torch.zeros_like(d)
+    upstream[2, 3] = torch.inf
+    (of_down,) = torch.autograd.grad(d, bias, upstream)
+    chosen = given[1][2].unique()
+    assert of_down[chosen, 3].isinf().all()
+    assert not of_down[:, :3].any()
+
+
 def test_gradients_of_gradients_and_by_torch_func(seed):
     given = drawn(seed=seed)
     biases = drawn_biases(*given[3:], seed=seed)
@@ -120,7 +159,13 @@ def test_compiled_calls_take_any_number_of_tokens(records, seed):
 GIVEN = [each.detach() for each in drawn()]
 BOTH, ONE = (each.detach() for each in drawn_biases(*GIVEN[3:]))
 REFUSED = [
-    ({"activation": 5}, ValueError, "activation: got 5, accepted are 'silu', 'gelu', 'gelu_tanh', 'relu', and a fun"),
+    ({"activation": 5}, ValueError, "activation: got 5, accepted are 'silu', 'gelu', 'gelu_tanh', 'relu' ('silu'"),
+    ({"activation": torch.nn.SiLU()}, TypeError, "activation: got a module SiLU, accepted are 'silu'"),
+    ({"activation": gating.ClampedSwiglu}, TypeError, "activation: got ClampedSwiglu, accepted are 'silu'"),
+    ({"activation": lambda gate, up: torch.nn.functional.silu(gate) * up}, EpilogueError, "it takes Python numbers"),
+    ({"weights": GIVEN[1], "experts": GIVEN[2]}, TypeError, "torch.bfloat16; experts come before weights"),
+    ({"w_gate_up": GIVEN[3].mT}, ValueError, "of weights that lie the other way pass .mT"),
+    ({"w_down": GIVEN[4].mT}, ValueError, "of weights that lie the other way pass .mT"),
     ({"activation": "tanh", "b_down": ONE}, ValueError, "activation: got 'tanh', accepted are 'silu'"),
     ({"activation": lambda gate, up: 3}, EpilogueError, "activation: the function returns int, expected one value"),
     ({"activation": lambda gate, up: up, "b_gate_up": BOTH}, ValueError, "b_gate_up: got one with a function"),
@@ -145,8 +190,15 @@ REFUSED = [
 
 @pytest.mark.parametrize(("wrong", "kind", "message"), REFUSED, ids=[each[2][:40] for each in REFUSED])
 def test_a_bad_call_is_refused_with_the_reason(wrong, kind, message):
+    given = dict(zip(("x", "experts", "weights", "w_gate_up", "w_down"), GIVEN, strict=True))
     with pytest.raises(kind, match=re.escape(message)):
-        moe(*GIVEN, **wrong)
+        moe(**{**given, **wrong})
+
+
+def test_a_limit_is_a_number_above_0():
+    for limit, kind in ((0.0, ValueError), (-1, ValueError), (float("nan"), ValueError), (torch.ones(()), TypeError)):
+        with pytest.raises(kind, match="limit: got"):
+            gating.ClampedSwiglu(limit)
 
 
 def test_stacked_weights_cannot_be_interleaved():

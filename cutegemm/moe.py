@@ -51,18 +51,20 @@ def moe(
     Args:
         x: (..., H), fp16, bf16 or fp32; any number of tokens, also none.
         experts: (..., top_k) int64 or int32: the experts of each token, with the leading dimensions of x. An entry
-            outside of 0 to E - 1 counts for nothing: its weight is taken as 0. Where the row of x is not finite, the
-            token's result is NaN all the same, and so are gradients of an expert's weights.
+            outside of 0 to E - 1 counts as the nearest expert, with a weight of 0. Where the row of x, or that expert,
+            is not finite, the token's result is NaN all the same, and so are gradients of the expert's weights.
         weights: (..., top_k): the weight of each expert's result; fp32, fp16 or bf16, whatever x is.
         w_gate_up: (E, 2 F, H), the rows of gate first, as Hugging Face's models stack them, or (E, 2, F, H); dtype of
             x, 1 to 1024 experts. Any strides: of weights (E, H, 2 F) pass `w_gate_up.mT`.
-        w_down: (E, H_out, F), dtype of x, any strides.
+        w_down: (E, H_out, F), dtype of x. Any strides: of weights (E, F, H_out) pass `w_down.mT`. No shape tells which
+            way square ones lie.
         b_gate_up, b_down: (E, 2 F), in the order of w_gate_up's rows, and (E, H_out): biases of the two products; fp32,
             fp16 or bf16.
         activation: "silu" (SwiGLU), "gelu", "gelu_tanh" or "relu"; or a function of gate and up that returns the hidden
             layer, written as an epilogue is (`cutegemm.ops`). That of gpt-oss is
-            `lambda gate, up: ops.clamped_swiglu(gate, up, limit=7.0, alpha=1.702, offset=1.0)`.
-        interleaved: whether rows of gate and of up take turns in w_gate_up, gate first, as gpt-oss has them.
+            `cutegemm.gating.ClampedSwiglu(limit=7.0, alpha=1.702, offset=1.0)`.
+        interleaved: whether rows of gate and of up take turns in w_gate_up, gate first, as gpt-oss has them. No shape
+            tells.
         precision: None or "ieee". backend: as of `grouped_gemm`.
 
     Returns:

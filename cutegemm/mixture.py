@@ -228,8 +228,8 @@ def replace_moe(
     stacked_in, options = _stacked_experts, {}
     if dtype is not None:
         stacked_in, options = _quantizable, {"dtype": dtype, "scaling": scaling, "accumulate": accumulate}
-    replaced = functools.partial(_replaced, **options)
-    return replacing.replace_gated(model, where, precision, backend, stacked_in, replaced, "replace_moe")
+    replaced, why = functools.partial(_replaced, **options), functools.partial(_why_kept, dtype is not None)
+    return replacing.replace_gated(model, where, precision, backend, stacked_in, replaced, "replace_moe", why)
 
 
 def _check_options(precision: Any, backend: Any) -> None:
@@ -240,29 +240,52 @@ def _check_options(precision: Any, backend: Any) -> None:
 
 def _stacked_experts(module: torch.nn.Module) -> Stacked | None:
     """How a module computes, if its parameters look like stacked experts; None for any other module."""
-    if isinstance(module, (MoE, torch.jit.ScriptModule)):  # the parts of the latter are no dict
-        return None
+    found = _examined(module)
+    return found if isinstance(found, Stacked) else None
+
+
+def _examined(module: torch.nn.Module) -> Stacked | str:
+    """How a module computes, if its parameters look like stacked experts. Else why it is not replaced; "" for one that
+    is no experts at all.
+    """
+    if isinstance(module, (MoE, Fp8MoE)):
+        return f"it is {'a MoE' if isinstance(module, MoE) else 'an Fp8MoE'} already"
+    # The parts of a module of TorchScript are no dict.
+    if isinstance(module, torch.jit.ScriptModule) or NAMES[0] not in module._parameters:
+        return ""
     biased = len(module._parameters) == len(NAMES)
     if set(module._parameters) != set(NAMES if biased else NAMES[:2]) or set(module._modules) - {"act_fn"}:
-        return None
+        parts = ", ".join((*module._parameters, *module._modules))
+        return f"it has {parts}; expected {NAMES[0]} and {NAMES[1]}, both with a _bias or neither, and act_fn"
     if any(type(x) not in replacing.PARAMETERS or x.dtype not in DTYPES for x in module._parameters.values()):
-        return None
+        return "its parameters are not all plain ones of fp16, bf16 or fp32"
     weights = module.gate_up_proj, module.down_proj
+    shapes = [tuple(each.shape) for each in module._parameters.values() if each is not None]
+    misfit = f"its parameters have shapes {', '.join(map(str, shapes))}, expected those of 1 to {MOST_GROUPS} experts"
     if any(each.dim() != 3 for each in weights):
-        return None
+        return misfit
     transposed = not fit(*(tuple(each.shape) for each in weights))
     gate_up, down = (tuple(each.shape) for each in as_used(*weights, transposed))
     if not fit(gate_up, down) or gate_up[2] != down[1] or not 1 <= gate_up[0] <= MOST_GROUPS or 0 in gate_up:
-        return None
+        return misfit
     if biased and (module.gate_up_proj_bias.shape != gate_up[:2] or module.down_proj_bias.shape != down[:2]):
-        return None
+        return misfit
     if module._buffers or any(replacing.is_altered(each) for each in (module, *module.children())):
-        return None
+        return "it has buffers or hooks, or something was put over its methods"
     if getattr(module, "_is_expert_parallel", False):
-        return None
+        return "its experts are sharded over GPUs"
     activation = _activation_of(module)
-    form = None if activation is None else gating.Form(activation, getattr(module, "is_concatenated", True) is False)
-    return None if form is None else Stacked(form, transposed, biased)
+    if activation is None:
+        return "its act_fn, or a gating of its own with or without a limit, is none that is known"
+    return Stacked(gating.Form(activation, getattr(module, "is_concatenated", True) is False), transposed, biased)
+
+
+def _why_kept(quantizes: bool, module: torch.nn.Module) -> str:
+    """Why a module was not replaced; "" for one that is no experts."""
+    if quantizes and isinstance(module, MoE):
+        return "it is a MoE that is sharded, changed, or without elements"
+    found = _examined(module)
+    return found if isinstance(found, str) else "on two random tokens it computes something else, or `where` is false"
 
 
 def _activation_of(module: torch.nn.Module) -> str | gating.Function | None:

@@ -157,17 +157,22 @@ def _kind(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
+_REASONS = 4
+"""Reasons that the warning gives at most."""
+
+
 def replace_modules(
     model: torch.nn.Module,
     is_chosen: Callable[[str, torch.nn.Module], bool],
     replacement: Callable[[torch.nn.Module], torch.nn.Module],
     caller: str,
     depth: int = 3,
+    why: Callable[[torch.nn.Module], str] = lambda module: "",
 ) -> torch.nn.Module:
     """Puts replacement(module) in the place of every module that is chosen, in place; returns what stands for `model`
     itself. `is_chosen` is called for every place of a module that stands in several, and for all modules before the
     first one is replaced. Where none is replaced it warns in the name of `caller`, a function of `cutegemm.nn` whose
-    caller is `depth` calls away.
+    caller is `depth` calls away. `why` says why a module that looks like one of those is none; "" of others.
     """
     places = [
         (parent, name, child, is_chosen(f"{prefix}.{name}" if prefix else name, child))
@@ -186,9 +191,14 @@ def replace_modules(
         del child
     result = replacement(model) if whole else model
     if not is_replaced and result is model:
+        first: dict[str, str] = {}  # the module that has each reason
+        for name, module in model.named_modules():
+            first.setdefault(why(module), name or "`model` itself")
+        first.pop("", None)
+        shown = "".join(f"; {name}: {reason}" for reason, name in list(first.items())[:_REASONS])
         warnings.warn(
             f"{caller}: nothing was replaced: it takes none of the {sum(1 for _ in model.modules())} modules of "
-            f"`model` (help(cutegemm.nn.{caller}) says which it takes)",
+            f"`model` (help(cutegemm.nn.{caller}) says which it takes){shown}",
             stacklevel=depth,
         )
     return result
@@ -213,12 +223,14 @@ def replace_gated(
     gate_in: Callable[[torch.nn.Module], Any],
     replaced: Callable[[Any, Any, str | None, str], torch.nn.Module],
     caller: str,
+    why: Callable[[torch.nn.Module], str] = lambda module: "",
 ) -> torch.nn.Module:
     """`replace_modules` of those with a gate that `where` chooses; each is looked at once.
 
     Args:
         gate_in: the activation, or what else is to be known, of a module that can be replaced; None for any other.
         replaced: makes the replacement of such a module, from the module, what was known, precision and backend.
+        why: as of `replace_modules`, of modules for which gate_in gives None or replaced gives the module itself.
 
     The caller has checked the arguments: `check`, and `check_options` or more.
     """
@@ -236,7 +248,7 @@ def replace_gated(
             made[id(module)] = replaced(module, found[id(module)], precision, backend)
         return made[id(module)]
 
-    return replace_modules(model, is_chosen, replacement, caller, 4)
+    return replace_modules(model, is_chosen, replacement, caller, 4, why)
 
 
 def share_hooks(made: torch.nn.Module, module: torch.nn.Module) -> None:

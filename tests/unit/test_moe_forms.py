@@ -375,6 +375,26 @@ def test_other_gatings_stay():
     with pytest.warns(UserWarning, match="nothing was replaced"):
         model = replace_moe(torch.nn.ModuleDict(kept))
     assert dict(model.items()) == kept
+    sharded = GptOss()
+    sharded._is_expert_parallel = True
+    hooked = GptOss()
+    hooked.register_forward_hook(lambda *given: None)
+    for name, experts, reason in (
+        ("behind", kept["behind"], "its act_fn, or a gating of its own"),
+        ("wrong", kept["wrong"], r"its parameters have shapes \(5, 8, 12\), .*expected those of 1 to 1024 experts"),
+        ("hidden", kept["hidden"], "on two random tokens it computes something else"),
+        ("sharded", sharded, "its experts are sharded over GPUs"),
+        ("hooked", hooked, "it has buffers or hooks"),
+        ("made", MoE(8, 6, 5), "it is a MoE already"),
+        ("quantized", Fp8MoE(8, 6, 5), "it is an Fp8MoE already"),
+        ("wide", GptOss().double(), "its parameters are not all plain ones of fp16, bf16 or fp32"),
+    ):
+        with pytest.warns(UserWarning, match=f"says which it takes\\); {name}: {reason}"):
+            replace_moe(torch.nn.ModuleDict({name: experts}))
+    with pytest.warns(UserWarning, match=r"says which it takes\)$"):
+        replace_moe(torch.nn.Linear(3, 3))
+    with pytest.warns(UserWarning, match="; `model` itself: it is an Fp8MoE already"):
+        replace_moe(Fp8MoE(8, 6, 5), dtype="fp8")
 
 
 def test_experts_of_any_form_in_fp8(seed):

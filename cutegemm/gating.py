@@ -1,6 +1,6 @@
-"""Experts that are more than act(gate) * up: with biases, a function of the caller's, or gate and up side by side.
+"""What is between the two products of a mixture (`Form`), and the programs of these products.
 
-Here are made the programs of the two products of any mixture.
+The gate may be a name or a function of the caller's. Experts may have biases, and gate and up may take turns.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ The gate may be a name or a function of the caller's. Experts may have biases, a
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -53,6 +54,8 @@ class ClampedSwiglu:
         return ops.clamped_swiglu(gate, up, self.limit, self.alpha, self.offset)
 
 
+_NO_FUNCTIONS = (type, torch.nn.Module)
+"""Callables that no activation is."""
 Function = Callable[[Any, Any], Any]
 """Of gate and up, values of an epilogue or tensors, to the hidden layer."""
 
@@ -65,11 +68,12 @@ def _clamped(limit: float, alpha: float, offset: float) -> Function:
     return lambda gate, up: ops.clamped_swiglu(gate, up, limit, alpha, offset)
 
 
-_FUNCTIONS: dict[Any, Function] = {
+_known_clamped = lru_cache(maxsize=64)(_clamped)
+_FUNCTIONS: dict[str, Function] = {
     "silu": _by_name(ops.silu), "gelu": _by_name(ops.gelu), "gelu_tanh": _by_name(ops.gelu_tanh),
     "relu": _by_name(ops.relu),
 }  # fmt: skip
-"""The function for each activation that is not one itself: always the same, so that `lookup` knows it again."""
+"""The function for each name: always the same, so that `lookup` knows it again."""
 
 
 class Form(NamedTuple):
@@ -92,11 +96,10 @@ class Form(NamedTuple):
         given = self.activation
         if isinstance(given, str):
             return _FUNCTIONS[given]
-        if not isinstance(given, ClampedSwiglu):
+        if type(given) is not ClampedSwiglu:  # a subclass may compute something else
             return given
-        made = _clamped(given.limit, given.alpha, given.offset)
-        # Dynamo would guard what the dict holds.
-        return made if torch.compiler.is_dynamo_compiling() else _FUNCTIONS.setdefault(given, made)
+        make = _clamped if torch.compiler.is_dynamo_compiling() else _known_clamped
+        return make(given.limit, given.alpha, given.offset)
 
     def first_epilogue(self, biased: bool) -> Callable[..., Any]:
         """The epilogue of the first product: of accumulators, each row's weight, and where asked for the biases of gate
@@ -141,7 +144,7 @@ def texts(form: Form, weights: torch.Tensor, b_gate_up: Any = None, b_down: Any 
     biases = tuple(None if each is None else each.dtype for each in (b_gate_up, b_down))
     if isinstance(form.activation, str):
         return _texts(form.activation, form.interleaved, weights.dtype, *biases)
-    if isinstance(form.activation, ClampedSwiglu) and not torch.compiler.is_dynamo_compiling():
+    if type(form.activation) is ClampedSwiglu and not torch.compiler.is_dynamo_compiling():
         return _of_constants(form.activation, form.interleaved, weights.dtype, *biases)
     _, second = _texts("silu", False, weights.dtype, None, biases[1])
     described = _described(weights.dtype, *(biases[:1] * 2 if biases[0] else ()))
@@ -152,19 +155,24 @@ def texts(form: Form, weights: torch.Tensor, b_gate_up: Any = None, b_down: Any 
 
 
 _NUMBERS: dict[tuple[str, str], int] = {}
-_FIRST_NUMBER = 16
+_NEW_NUMBERS = itertools.count(16)
 """Smaller ones are places of names in the C++ part."""
 
 
-def number_of(form: Form, weights: Any, b_gate_up: Any, b_down: Any) -> int | None:
-    """The number by which the C++ part knows a form with such weights and biases; None where they are no tensors, or
-    the function can be none: the checks of a call say why.
-    """
+def known_texts(form: Form, weights: Any, b_gate_up: Any, b_down: Any) -> tuple[str, str] | None:
+    """`texts`, None of what is no form, or of weights and biases that are no tensors: the checks of a call say why."""
+    if isinstance(form.activation, _NO_FUNCTIONS):
+        return None
     try:
-        found = texts(form, weights, b_gate_up, b_down)
+        return texts(form, weights, b_gate_up, b_down)
     except (AttributeError, TypeError, ValueError):
         return None
-    return _NUMBERS.setdefault(found, _FIRST_NUMBER + len(_NUMBERS))
+
+
+def number_of(programs: tuple[str, str]) -> int:
+    """The number by which the C++ part knows the texts of two programs."""
+    found = _NUMBERS.get(programs)
+    return _NUMBERS.setdefault(programs, next(_NEW_NUMBERS)) if found is None else found
 
 
 def _texts(
@@ -194,8 +202,10 @@ def _described(weight: torch.dtype, *biases: torch.dtype) -> tuple[compiled.Desc
     return (weight, True, False, False), *((each, False, True, True) for each in biases)
 
 
-def check(form: Form, w_gate_up: Any, w_down: Any, b_gate_up: Any, b_down: Any) -> None:
-    """Raises TypeError or ValueError naming the argument, what was given and what is accepted. The weights fit."""
+def check(form: Form, w_gate_up: Any, w_down: Any, b_gate_up: Any, b_down: Any, of: str = "w_gate_up") -> None:
+    """Raises TypeError or ValueError naming the argument, what was given and what is accepted. The weights fit. of: the
+    name of `w_gate_up`.
+    """
     activation, interleaved = form
     program = check_form(activation, interleaved)
     if b_gate_up is not None and program is not None:
@@ -210,7 +220,7 @@ def check(form: Form, w_gate_up: Any, w_down: Any, b_gate_up: Any, b_down: Any) 
             f"interleaved: got True with w_gate_up of shape {tuple(w_gate_up.shape)}, which stacks gate and up; "
             "expected (E, 2 F, H)"
         )
-    check_biases(w_gate_up, w_down, {"b_gate_up": b_gate_up, "b_down": b_down})
+    check_biases(w_gate_up, w_down, {"b_gate_up": b_gate_up, "b_down": b_down}, of)
 
 
 def check_biases(w_gate_up: Any, w_down: Any, biases: dict[str, Any], of: str = "w_gate_up") -> None:
@@ -240,7 +250,7 @@ def check_form(activation: Any, interleaved: Any) -> Program | None:
     """
     if not isinstance(interleaved, bool):
         raise TypeError(f"interleaved: got {type(interleaved).__name__}, accepted are True and False")
-    if isinstance(activation, (type, torch.nn.Module)):
+    if isinstance(activation, _NO_FUNCTIONS):
         got = activation.__name__ if isinstance(activation, type) else f"a module {type(activation).__name__}"
         raise TypeError(f"activation: got {got}, accepted are {_ACCEPTED}")
     if isinstance(activation, str) or not callable(activation):

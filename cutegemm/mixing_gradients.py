@@ -217,9 +217,12 @@ class _Column(NamedTuple):
             factors = 1.0, 1.0
             if dtype == torch.float16:
                 most = torch.where(column.isfinite(), column.abs(), 0).float().amax()
-                scale = torch.exp2(-torch.where(most > 0, most, 1).log2().floor())
+                scale = torch.exp2(-torch.where(most > 0, most, 1).log2().floor().clamp(-126, 126))
                 column, factors = column.float() * scale, (1 / scale, _REST / scale)
-                parts = [column.to(dtype)]
+                upper = column.to(dtype)
+                # An infinity times what was rounded to 0 is NaN.
+                least = 2.0**-24 * column.sign()
+                parts = [torch.where((upper == 0) & (column != 0), least, upper).to(dtype)]
             rest = torch.where(parts[0].isfinite(), column - parts[0], 0)
             parts.append((rest / _REST if dtype == torch.float16 else rest).to(dtype))
         return cls(torch.nn.functional.pad(torch.cat(parts, -1), (0, _NARROW - len(parts))), factors)

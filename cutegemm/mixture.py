@@ -253,14 +253,15 @@ def _examined(module: torch.nn.Module) -> Stacked | str:
     # The parts of a module of TorchScript are no dict.
     if isinstance(module, torch.jit.ScriptModule) or NAMES[0] not in module._parameters:
         return ""
-    biased = len(module._parameters) == len(NAMES)
-    if set(module._parameters) != set(NAMES if biased else NAMES[:2]) or set(module._modules) - {"act_fn"}:
-        parts = ", ".join((*module._parameters, *module._modules))
+    own = {name: each for name, each in module._parameters.items() if each is not None}
+    biased = len(own) == len(NAMES)
+    if set(own) != set(NAMES if biased else NAMES[:2]) or set(module._modules) - {"act_fn"}:
+        parts = ", ".join((*own, *module._modules))
         return f"it has {parts}; expected {NAMES[0]} and {NAMES[1]}, both with a _bias or neither, and act_fn"
-    if any(type(x) not in replacing.PARAMETERS or x.dtype not in DTYPES for x in module._parameters.values()):
+    if any(type(x) not in replacing.PARAMETERS or x.dtype not in DTYPES for x in own.values()):
         return "its parameters are not all plain ones of fp16, bf16 or fp32"
     weights = module.gate_up_proj, module.down_proj
-    shapes = [tuple(each.shape) for each in module._parameters.values() if each is not None]
+    shapes = [tuple(each.shape) for each in own.values()]
     misfit = f"its parameters have shapes {', '.join(map(str, shapes))}, expected those of 1 to {MOST_GROUPS} experts"
     if any(each.dim() != 3 for each in weights):
         return misfit
@@ -283,7 +284,7 @@ def _examined(module: torch.nn.Module) -> Stacked | str:
 def _why_kept(quantizes: bool, module: torch.nn.Module) -> str:
     """Why a module was not replaced; "" for one that is no experts."""
     if quantizes and isinstance(module, MoE):
-        return "it is a MoE that is sharded, changed, or without elements"
+        return "it is a MoE that is sharded, changed or without elements, or `where` is false"
     found = _examined(module)
     return found if isinstance(found, str) else "on two random tokens it computes something else, or `where` is false"
 

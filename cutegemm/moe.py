@@ -83,10 +83,14 @@ def moe(
     """
     form, biases = gating.Form(activation, interleaved), (b_gate_up, b_down)
     plain, tell = form.is_plain and b_gate_up is None and b_down is None, False
+    if type(interleaved) is not bool:
+        gating.check_form(activation, interleaved)
     number: Any = activation
+    texts = None
     if not torch.compiler.is_dynamo_compiling() and (serves := native.mixture) is not None:
-        if not plain:
-            number = gating.number_of(form, weights, *biases)
+        if not plain:  # looked up once a call: what a function reads may change in between
+            texts = gating.known_texts(form, weights, *biases)
+            number = None if texts is None else gating.number_of(texts)
         if number is not None:
             found = serves(x, experts, weights, w_gate_up, w_down, *biases, number, precision, backend)
             if found is not None and not (tell := found is NotImplemented):
@@ -116,7 +120,7 @@ def moe(
             x, experts, weights, w_gate_up, w_down, activation, precision, backend
         )
         return made
-    settings = Settings(*gating.texts(form, weights, *biases), interleaved, precision, backend)
+    settings = Settings(*(texts or gating.texts(form, weights, *biases)), interleaved, precision, backend)
     if not (beyond or recorded or torch.compiler.is_dynamo_compiling()):
         told = (number, precision, backend) if tell else None
         return unrecorded(x, experts, weights, w_gate_up, w_down, *biases, settings, told)

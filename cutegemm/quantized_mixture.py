@@ -32,7 +32,6 @@ from cutegemm.quantized_linear import Settings, check_one, check_pair, default_d
 from cutegemm.router import check_fit, choose, sized
 
 NAMES = ("gate_up_proj", "down_proj")
-_BIASES = ("b_gate_up", "b_down")
 SCALE_ENDINGS = ("_scale", "_scale_inv")
 """Of the names of scales in a state, behind those of the weights: ours, and those of Hugging Face's fp8 experts. Both
 are factors that the values are multiplied by."""
@@ -111,8 +110,7 @@ class Fp8MoE(replacing.Translating):
         form: gating.Form, transposed: bool, settings: Settings,
     ) -> None:  # fmt: skip
         replacing.check_constant("transposed", transposed)
-        gating.check_form(*form)
-        gating.check_biases(pairs[0][0], pairs[1][0], dict(zip(_BIASES, biases, strict=True)), "gate_up")
+        gating.check(form, pairs[0][0], pairs[1][0], biases[0], biases[1], "gate_up")
         self._kinds = dict.fromkeys(NAMES, settings.scaling[1])  # the shape of a scale does not always say its kind
         if router is not None and not isinstance(router, torch.nn.Module):
             raise TypeError(f"router: got {type(router).__name__}, expected a torch.nn.Module or None")
@@ -246,8 +244,7 @@ class Fp8MoE(replacing.Translating):
         request.check_device("down", down, gate_up.device, "gate_up")
         weights = (gate_up.mT, down.mT) if transposed else (gate_up, down)
         form, biases = gating.Form(activation, interleaved), (b_gate_up, b_down)
-        gating.check_form(*form)
-        gating.check_biases(*weights, dict(zip(_BIASES, biases, strict=True)), "gate_up")
+        gating.check(form, *weights, *biases, "gate_up")
         with torch.no_grad():
             pairs = [quantized(weight, settings) for weight in weights]
         return cls._made(pairs, biases, router, form, transposed, settings)
@@ -345,7 +342,7 @@ def _forms(name: str, weight: Any, scale: Any) -> dict[str, torch.Tensor]:
 def _of_both(scale: Any, weight: Any, interleaved: bool) -> Any:
     """The scales of the rows of gate and up, (E, 2 F), where there is one for each of both, (E, 2); else as given."""
     known = isinstance(scale, torch.Tensor) and isinstance(weight, torch.Tensor) and weight.dim() == 3
-    if not known or tuple(scale.shape) != (weight.shape[0], 2):
+    if not known or tuple(scale.shape) != (weight.shape[0], 2) or weight.shape[1] % 2:
         return scale
     count = weight.shape[1] // 2
     return scale.repeat(1, count) if interleaved else scale.repeat_interleave(count, 1)

@@ -158,9 +158,20 @@ class TorchKernel(StandaloneKernel):
             for group, (first, last) in enumerate(itertools.pairwise(ends))
         ])  # fmt: skip
         if s.epilogue.custom is not None:
-            operands = [self._operand(each, given, 1, m, n) for each in s.epilogue.custom.inputs]
-            operands = [each[0] if isinstance(each, torch.Tensor) else each for each in operands]
-            (z,) = evaluate(s.epilogue.custom, z, operands, dtype=FP32)
+            program = s.epilogue.custom
+            whole = [self._operand(each, given, groups if each.batched else 1, m, n) for each in program.inputs]
+
+            def of_group(number: int, first: int, last: int) -> list[Any]:
+                return [
+                    value if not isinstance(value, torch.Tensor)
+                    else value[number if each.batched else 0][slice(first, last) if each.m else slice(None)]
+                    for each, value in zip(program.inputs, whole, strict=True)
+                ]  # fmt: skip
+
+            z = torch.cat([
+                evaluate(program, z[first:last], of_group(number, first, last), dtype=FP32)[0]
+                for number, (first, last) in enumerate(itertools.pairwise(ends))
+            ])  # fmt: skip
         columns = z.shape[1]
         d = _matrix(given["d"], out_dtype, 1, rows_d, columns, 0, True, given["ldd"])[0]
         d[index if work == "scattered_m" else slice(None)] = z.to(out_dtype)

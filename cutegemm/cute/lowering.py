@@ -66,7 +66,8 @@ def finish(program: Program, size: int, leaf: Leaf, rows: Sequence[int] = ()) ->
             values.append(node.attribute)
         else:
             found = _apply(node, [values[i] for i in node.args], size, groups)
-            values.append(opaque(found) if in_fp8 and node.op == "float" else found)
+            of_integers = node.op == "float" or node.attribute == "int8"
+            values.append(opaque(found) if in_fp8 and of_integers else found)
     return [_vector(values[output.node], size, Float32) for output in program.outputs]
 
 
@@ -80,8 +81,8 @@ def _has_fp8(program: Program) -> bool:
 
 
 def opaque(values: Any) -> Any:
-    """The vector of fp32, of which the compiler does not know what it was made of: it would convert an int32 to fp8 in
-    one step, which no instruction does.
+    """The vector of fp32, of which the compiler does not know what it was made of: it would convert an integer to fp8
+    in one step, which no instruction does, and of an int8 take the bits.
     """
     size = cute.size(values.shape)
     given, found = _elements(values, size, Float32), cute.make_rmem_tensor(size, Float32)

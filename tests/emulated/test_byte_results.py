@@ -146,6 +146,17 @@ def test_sums_of_integers_beside_other_results(form, out, seed):
     assert all(torch.equal(mine.float(), theirs.float()) for mine, theirs in zip(found, want, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, INT8])
+@pytest.mark.parametrize("form", ["", "/swap"])
+def test_values_rounded_to_int8_and_then_to_fp8(dtype, form, seed):
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (torch.randint(-3, 4, (rows, 64), generator=generator).to(dtype) for rows in (70, 72))
+    options = {"epilogue": lambda acc: ops.cast(ops.cast(acc * 0.5, "int8"), "e4m3"), "out_dtype": E4M3}
+    found = cutegemm.gemm(a, b.t(), backend="cute", config=f"sm90/64x64x128/coop1/c1x1/s3/row{form}", **options)
+    want = cutegemm.gemm(a, b.t(), backend="torch", **options)
+    assert torch.equal(found.float(), want.float())
+
+
 TURNED_PAIRS = (
     "64x48x128/coop1/c1x1/s3/g2/swap",
     "256x64x128/coop2/c1x2/s3/g2/swap/zig",

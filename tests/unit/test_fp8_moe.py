@@ -140,6 +140,7 @@ def test_other_forms_are_refused_with_the_reason(seed):
         ({"b_down": biases[0]}, ValueError, r"b_down: got shape \(5, 320\), expected \(5, 48\)"),
         ({"b_gate_up": biases[0].int()}, TypeError, "b_gate_up: got dtype torch.int32"),
         ({"interleaved": 1}, TypeError, "interleaved: got int, accepted are True and False"),
+        ({"b_gate_up": biases[0], "activation": lambda gate, up: up}, ValueError, "b_gate_up: got one with a function"),
         ({"transposed": 1}, TypeError, "transposed: got int, accepted are True and False"),
         ({"transposed": True}, ValueError, r"expected \(E, in, 2 F\), \(E, F, out\); with transposed=False they would"),
     ):

@@ -110,6 +110,25 @@ def test_an_infinite_gradient_stays_one(dtype, seed):
     assert not of_down[:, :3].any()
 
 
+@pytest.mark.parametrize(
+    ("size", "least"), [(1e-39, 1.0), (2e38, 1.0), *((size, 2.0**-27) for size in (1e-30, 1.0, 1e30, 2e38))]
+)
+def test_weights_of_any_size_beside_an_infinite_gradient(size, least):
+    """Weights of fp32 in fp16: the gradient of a bias is the sum of weights."""
+    x, experts = torch.zeros(4, 8).half(), torch.tensor([[0], [1], [1], [2]])
+    weights = (torch.tensor([[1.0], [least], [0.5 * least], [least]]) * size).float()
+    gate_up, down = torch.zeros(4, 16, 8).half(), torch.zeros(4, 8, 8).half()
+    bias = torch.zeros(4, 8, requires_grad=True)
+    upstream = torch.ones(4, 8).half()
+    upstream[3, 3] = torch.inf
+    (found,) = torch.autograd.grad(moe(x, experts, weights, gate_up, down, b_down=bias), bias, upstream)
+    torch.testing.assert_close(
+        found[:3, 0], torch.stack((weights[0], weights[1:3].sum(0), weights[3]))[:, 0], rtol=1e-3, atol=0
+    )
+    assert found[2, 3] == torch.inf
+    assert not found[3].any()
+
+
 def test_gradients_of_gradients_and_by_torch_func(seed):
     given = drawn(seed=seed)
     biases = drawn_biases(*given[3:], seed=seed)

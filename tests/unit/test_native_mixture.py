@@ -163,7 +163,8 @@ def test_what_records_gradients_is_left_to_python():
             assert native.mixture(*recorded, *nothing, "silu", None, "auto") is None
             with torch.no_grad():
                 assert isinstance(native.mixture(*recorded, *nothing, "silu", None, "auto"), torch.Tensor)
-        number = cutegemm.gating.number_of(cutegemm.gating.Form(), WEIGHTS, OF_BOTH, OF_DOWN)
+        form = cutegemm.gating.Form()
+        number = cutegemm.gating.number_of(cutegemm.gating.texts(form, WEIGHTS, OF_BOTH, OF_DOWN))
         for place in (0, 1):
             biases = [each.clone().requires_grad_(i == place) for i, each in enumerate((OF_BOTH, OF_DOWN))]
             assert native.mixture(*given, *biases, number, None, "auto") is None
@@ -203,6 +204,46 @@ def test_a_function_that_reads_something_else_is_another_form():
     assert all(map(torch.equal, found[:5], found[5:]))
     assert torch.equal(found[0], found[4])
     assert not torch.equal(found[0], found[2])
+
+
+def test_biases_are_those_of_each_expert():
+    form = {"b_gate_up": OF_BOTH, "b_down": OF_DOWN, "interleaved": True, "activation": LIMITED}
+    want = mixture(**form, backend="torch")
+    with served(in_cpp=True):
+        for _ in range(2):
+            torch.testing.assert_close(mixture(**form), want)
+
+
+def test_what_is_told_is_what_was_asked_for(monkeypatch):
+    """The function reads something that changes while the call is checked."""
+    factor, check = [1.0], cutegemm.gating.check
+
+    def scaled(gate, up):
+        return gate * factor[0] + up
+
+    def changing(*given):
+        factor[0] = 2.0
+        return check(*given)
+
+    with served(in_cpp=True):
+        want = mixture(activation=lambda gate, up: gate * 1.0 + up)
+        monkeypatch.setattr(cutegemm.gating, "check", changing)
+        mixture(activation=scaled)
+        monkeypatch.setattr(cutegemm.gating, "check", check)
+        factor[0] = 1.0
+        assert torch.equal(mixture(activation=scaled), want)
+
+
+def test_a_known_call_does_not_take_what_only_equals_its_arguments():
+    with served(in_cpp=True):
+        for _ in range(2):
+            mixture(interleaved=True, b_down=OF_DOWN)
+            mixture(b_down=OF_DOWN)
+        for value in (1, 0, None):
+            with pytest.raises(TypeError, match="interleaved: got"):
+                mixture(interleaved=value, b_down=OF_DOWN)
+            with pytest.raises(TypeError, match="interleaved: got"):
+                mixture(interleaved=value)
 
 
 def test_calls_with_one_key_launch_one_kernel():

@@ -47,9 +47,10 @@ def programs_of(
     """The texts of two programs, and what the second takes; None where some gradient that is wanted is always zero.
 
     first: the text of the program that makes H of gate, up, the rows' weights, and biases. The first program here gives
-    gate and up too, in `dtype`. The second makes of the accumulators of dH what is wanted: the gradients of the
-    accumulators, dgate and dup (packs: in turn, as one result of fp32's size; only of 16 bits), and those of the
-    weights, one a row. Where the latter are wanted alone they are elementwise, since a first result is no reduction.
+    gate and up too, in `dtype`. The second takes the accumulators of dH. It gives dgate and dup, and the gradient of
+    each row's weight; wants: which of these two. With `packs`, for 16 bits alone, dgate and dup are one result of fp32's
+    size, in which they take turns. Gradients of weights that are wanted alone are elementwise, since a first result is
+    no reduction.
     """
     return _texts(first, dtype, wants, packs)
 

@@ -204,12 +204,12 @@ def replace_moe(
     transposed, in fp16, bf16 or fp32, and gate_up_proj_bias and down_proj_bias or neither, called with the tokens,
     their experts and the weights. Their act_fn is SiLU or a GELU; or they have a gating of their own, with a limit as
     gpt-oss, MiniMax-M3 and DeepSeek-V4 do (`cutegemm.ops.clamped_swiglu`). One is replaced when it computes what
-    `cutegemm.moe` does. A gating of its own is tried below its limit and beyond. The whole module is tried on two
-    random tokens, but with weights on the meta device. One of the two is so large that a gate which clamps its input is
-    found. The model calls the replacement by position, as those of transformers do. Parameters are kept, not copied, in
-    their order and with their names in state_dict; the router stays the model's. Left as they are: other modules,
-    experts that are sharded (expert parallelism, DTensors), quantized, or with a hook, more than 1024 of them, and
-    those for which `where(name, module)` is false.
+    `cutegemm.moe` does. A gating of its own is tried below its limit and beyond. Then the whole module is tried on two
+    random tokens, unless its weights are on the meta device. One of the two is so large that a gate which clamps its
+    input is found. The model calls the replacement by position, as those of transformers do. Parameters are kept, not
+    copied, in their order and with their names in state_dict; the router stays the model's. Left as they are: other
+    modules, experts that are sharded (expert parallelism, DTensors), quantized, or with a hook, more than 1024 of them,
+    and those for which `where(name, module)` is false.
 
     With `dtype` ("fp8", "int8" or another one that `Fp8Linear` takes) the replacement is an `Fp8MoE`, whose weights are
     quantized now, with `scaling` and `accumulate` as there, and a `MoE` is replaced, too; `precision` is then refused.

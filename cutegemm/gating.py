@@ -35,8 +35,9 @@ _ACCEPTED = (
 class ClampedSwiglu:
     """`ops.clamped_swiglu` with these numbers, as an activation that can be pickled.
 
-    limit: the largest value of gate, and the largest magnitude of up; a number above 0. alpha: what the gate is multiplied by in the
-    sigmoid. offset: what is added to up. Those of gpt-oss are 7.0, 1.702 and 1.0. Raises ValueError for another limit.
+    limit: the largest value of gate, and the largest magnitude of up; a number above 0. alpha: what the gate is
+    multiplied by in the sigmoid. offset: what is added to up. Those of gpt-oss are 7.0, 1.702 and 1.0. Raises
+    TypeError for what is no number, ValueError for another limit.
     """
 
     limit: float

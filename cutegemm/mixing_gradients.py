@@ -48,9 +48,9 @@ def programs_of(
 
     first: the text of the program that makes H of gate, up, the rows' weights, and biases. The first program here gives
     gate and up too, in `dtype`. The second takes the accumulators of dH. It gives dgate and dup, and the gradient of
-    each row's weight; wants: which of these two. With `packs`, for 16 bits alone, dgate and dup are one result of fp32's
-    size, in which they take turns. Gradients of weights that are wanted alone are elementwise, since a first result is
-    no reduction.
+    each row's weight; wants: which of these two. With `packs`, for 16 bits alone, dgate and dup are one result of
+    fp32's size, in which they take turns. Gradients of weights that are wanted alone are elementwise, since a first
+    result is no reduction.
     """
     return _texts(first, dtype, wants, packs)
 

@@ -130,11 +130,16 @@ def _second_epilogue(acc: Any, weight: Any, bias: Any) -> Any:
     return acc + weight * bias
 
 
-def operands(weight: torch.Tensor, b_gate_up: torch.Tensor | None, interleaved: bool) -> list[torch.Tensor]:
+def first_operands(weight: torch.Tensor, b_gate_up: torch.Tensor | None, interleaved: bool) -> list[torch.Tensor]:
     """Those of the first product's program: each row's weight, and the biases of gate and up."""
     if b_gate_up is None:
         return [weight]
     return [weight, *(each[:, None] for each in divided(b_gate_up, interleaved))]
+
+
+def second_operands(weight: torch.Tensor, b_down: torch.Tensor | None) -> list[torch.Tensor]:
+    """Those of the second product's program, which has none without a bias: each row's weight, and the bias."""
+    return [] if b_down is None else [weight, b_down[:, None]]
 
 
 def texts(form: Form, weights: torch.Tensor, b_gate_up: Any = None, b_down: Any = None) -> tuple[str, str]:

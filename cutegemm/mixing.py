@@ -51,12 +51,12 @@ class Settings(NamedTuple):
         symbolic = torch.compiler.is_dynamo_compiling() or is_beyond_autograd(x, gate_up)
         if rows is not None and not symbolic and spreads_first(x, len(rows), gate_up):
             x, rows = spread(x, rows, route.row_of, len(rows) // x.shape[0], self.backend), None
-        operands = gating.operands(weight, b_gate_up, self.interleaved)
+        operands = gating.first_operands(weight, b_gate_up, self.interleaved)
         return self.product(x, gate_up.mT, route.ends, text=text or self.first, operands=operands, rows=rows)
 
     def result(self, h: Any, down: Any, weight: Any, route: Routing, top_k: int, b_down: Any = None) -> Any:
         """The second product of H, and each token's rows added up: (tokens, columns)."""
-        operands = () if b_down is None else (weight, b_down[:, None])
+        operands = gating.second_operands(weight, b_down)
         rows = self.product(h, down.mT, route.ends, text=self.second, operands=operands)
         return combine(rows, route.row_of, top_k, self.backend)
 
@@ -95,16 +95,14 @@ class Settings(NamedTuple):
             x, sizes, arrays = like(x.dtype, slots, x.shape[1]), Sizes(ends), [(2, 0)]
         # Of the tensors given to each product the sorted weights are number 5, and its bias is number 6.
         sorted_weights, places = like(weights.dtype, slots, 1), [(5, 0)]
-        operands = gating.operands(sorted_weights, b_gate_up, self.interleaved)
+        operands = gating.first_operands(sorted_weights, b_gate_up, self.interleaved)
         if b_gate_up is not None:
             up = operands[2].storage_offset() - operands[1].storage_offset()
             places += [(6, 0), (6, up * b_gate_up.element_size())]
         first = program_of(self.first)
         hidden = grouped.launch_of(x, gate_up.mT, sizes, first, operands, *by, arrays, places, 7)
-        h, operands, places = like(x.dtype, slots, down.shape[2]), [], []
-        if b_down is not None:
-            operands, places = [sorted_weights, b_down[:, None]], [(5, 0), (6, 0)]
-        second = program_of(self.second)
+        h, operands = like(x.dtype, slots, down.shape[2]), gating.second_operands(sorted_weights, b_down)
+        second, places = program_of(self.second), [(5, 0), (6, 0)][: len(operands)]
         result = grouped.launch_of(h, down.mT, Sizes(ends), second, operands, *by, ((2, 0),), places, 7)
         adding = combining.step_of(like(x.dtype, slots, down.shape[1]), experts.shape[1])
         add = None if adding is None else steps.launchers([adding], x.device)

@@ -167,17 +167,16 @@ def _of_hidden(
     both, outs = None, []
     if wants[0] and packs:
         outs = [gate.new_empty((count, hidden), dtype=torch.float32)]
+    elif wants[0] and settings.interleaved:
+        outs = [gate.new_empty((count, hidden)) for _ in range(2)]
     elif wants[0]:
         both = gate.new_empty((count, 2 * hidden))
         outs = [both[:, :hidden], both[:, hidden:]]
-        if settings.interleaved:
-            outs = [gate.new_empty((count, hidden)) for _ in range(2)]
     if wants[1]:
         outs.append(gate.new_empty((count, 1 if wants[0] else hidden), dtype=torch.float32))
-    values = {ACC[0]: gate, ACC[1]: up, WEIGHT: weight}
-    if bias is not None:
-        of_each = gating.divided(bias, settings.interleaved)
-        values |= {Source("operand", 1 + i): each[:, None] for i, each in enumerate(of_each)}
+    values = {ACC[0]: gate, ACC[1]: up}
+    of_forward = gating.first_operands(weight, bias, settings.interleaved)
+    values |= {Source("operand", number): each for number, each in enumerate(of_forward)}
     settings.product(dy, down, ends, text=text, operands=[values[each] for each in reads], out=tuple(outs))
     if wants[0] and packs:
         both = outs[0].view(gate.dtype)

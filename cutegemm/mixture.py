@@ -16,7 +16,7 @@ from cutegemm.pytorch.mlp import reshape_weight
 from cutegemm.pytorch.sharded import is_distributed
 from cutegemm.quantized_linear import check_quantized
 from cutegemm.quantized_mixture import Fp8MoE
-from cutegemm.router import check_fit, choose, fit, sized
+from cutegemm.router import as_used, check_fit, choose, fit, shown, sized
 
 
 class MoE(replacing.Translating):
@@ -108,9 +108,7 @@ class MoE(replacing.Translating):
         """Draws weights and biases as torch.nn.Linear does: uniform within 1 / sqrt of the number of inputs."""
         biases = self.gate_up_proj_bias, self.down_proj_bias
         for weight, bias in zip(as_used(self.gate_up_proj, self.down_proj, self.transposed), biases, strict=True):
-            replacing.draw(weight)
-            if bias is not None:
-                replacing.draw_bias(bias, weight)
+            replacing.draw(weight, bias=bias)
 
     def forward(
         self, input: torch.Tensor, experts: torch.Tensor | None = None, weights: torch.Tensor | None = None
@@ -129,13 +127,7 @@ class MoE(replacing.Translating):
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        gate_up, down = as_used(self.gate_up_proj, self.down_proj, self.transposed)
-        count, rows, hidden = down.shape
-        text = f"in_features={gate_up.shape[-1]}, hidden_features={hidden}, num_experts={count}, out_features={rows}"
-        has = {
-            "bias": self.gate_up_proj_bias is not None, "interleaved": self.interleaved, "transposed": self.transposed
-        }  # fmt: skip
-        return ", ".join([text, f"activation={self.activation!r}", *(f"{name}=True" for name in has if has[name])])
+        return shown(self, *as_used(self.gate_up_proj, self.down_proj, self.transposed))
 
     @classmethod
     def from_weights(
@@ -173,11 +165,6 @@ class MoE(replacing.Translating):
 
 NAMES = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 """The parameters of a MoE, and of Hugging Face's stacked experts."""
-
-
-def as_used(gate_up: torch.Tensor, down: torch.Tensor, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights as `cutegemm.moe` takes them."""
-    return (gate_up.mT, down.mT) if transposed else (gate_up, down)
 
 
 class Stacked(NamedTuple):

@@ -29,7 +29,7 @@ from cutegemm.pytorch.program_operator import program_of
 from cutegemm.pytorch.sharded import is_distributed
 from cutegemm.quantize import quantize
 from cutegemm.quantized_linear import Settings, check_one, check_pair, default_dtype, keeping, padded, quantized
-from cutegemm.router import check_fit, choose, sized
+from cutegemm.router import as_used, check_fit, choose, shown, sized
 
 NAMES = ("gate_up_proj", "down_proj")
 SCALE_ENDINGS = ("_scale", "_scale_inv")
@@ -99,9 +99,7 @@ class Fp8MoE(replacing.Translating):
         weights = [torch.empty(shape, device=device) for shape in shapes]
         biases = [torch.empty(shape[:2], **options) if bias else None for shape in shapes]
         for weight, each in zip(weights, biases, strict=True):
-            replacing.draw(weight)
-            if each is not None:
-                replacing.draw_bias(each, weight)
+            replacing.draw(weight, bias=each)
         pairs = [quantized(weight, settings) for weight in weights]
         self._take(pairs, biases, router, gating.Form(activation, interleaved), transposed, settings)
 
@@ -143,7 +141,7 @@ class Fp8MoE(replacing.Translating):
         check_types({"input": input, "experts": chosen, "weights": shares})
         biases = {f"{name}_bias": getattr(self, f"{name}_bias") for name in NAMES}
         gating.check_biases(self.gate_up_proj, self.down_proj, biases, "gate_up_proj")
-        if is_distributed(input, chosen, shares, *(each for each in self.buffers())):
+        if is_distributed(input, chosen, shares, *self.buffers()):
             raise ValueError("Fp8MoE: it takes no DTensors; shard the experts of a MoE, or replicate the tokens")
         if input.dim() == 0 or input.shape[-1] != self.gate_up_proj.shape[-1]:
             raise ValueError(f"input: got shape {tuple(input.shape)}, expected (..., {self.gate_up_proj.shape[-1]})")
@@ -171,10 +169,10 @@ class Fp8MoE(replacing.Translating):
         first, second = gating.texts(gating.Form(self.activation, self.interleaved), weights, *biases)
         dtype, scaling, backend = self.settings.dtype, self.settings.scaling[0], self.settings.backend
         given = quantize_spread.quantized(tokens, route.rows, route.row_of, top_k, dtype, scaling, backend)
-        operands = gating.operands(route.weights, biases[0], self.interleaved)
+        operands = gating.first_operands(route.weights, biases[0], self.interleaved)
         hidden = self._product("gate_up_proj", given, first, operands, route.ends, input.dtype)
         given = quantize(hidden, dtype, scaling)
-        operands = [] if biases[1] is None else [route.weights, biases[1][:, None]]
+        operands = gating.second_operands(route.weights, biases[1])
         rows = self._product("down_proj", given, second, operands, route.ends, input.dtype)
         return combine(rows, route.row_of, top_k, self.settings.backend).view(*input.shape[:-1], rows.shape[1])
 
@@ -198,12 +196,7 @@ class Fp8MoE(replacing.Translating):
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        count, rows, hidden = self.down_proj.shape
-        text = f"in_features={self.gate_up_proj.shape[-1]}, hidden_features={hidden}, num_experts={count}"
-        biased = self.gate_up_proj_bias is not None or self.down_proj_bias is not None
-        has = {"bias": biased, "interleaved": self.interleaved, "transposed": self.transposed}
-        named = "".join(f", {name}=True" for name in has if has[name])
-        return f"{text}, out_features={rows}, activation={self.activation!r}{named}, {self.settings.text}"
+        return f"{shown(self, self.gate_up_proj, self.down_proj)}, {self.settings.text}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Fp8MoE:
         """Moves as torch.nn.Module does, but leaves the values and scales in their types."""
@@ -242,7 +235,7 @@ class Fp8MoE(replacing.Translating):
         _check_shapes(gate_up, down, transposed)
         settings = Settings.of(dtype, scaling, None, accumulate, backend)
         request.check_device("down", down, gate_up.device, "gate_up")
-        weights = (gate_up.mT, down.mT) if transposed else (gate_up, down)
+        weights = as_used(gate_up, down, transposed)
         form, biases = gating.Form(activation, interleaved), (b_gate_up, b_down)
         gating.check(form, *weights, *biases, "gate_up")
         with torch.no_grad():

@@ -63,16 +63,12 @@ def check_input(input: Any, weight: torch.Tensor) -> None:
         raise ValueError("input: it is a lazily negated view; call .resolve_neg()")
 
 
-def draw(weight: torch.Tensor, generator: torch.Generator | None = None) -> None:
-    """Draws a weight as torch.nn.Linear does: uniform within 1 / sqrt of the number of inputs."""
+def draw(weight: torch.Tensor, generator: torch.Generator | None = None, bias: torch.Tensor | None = None) -> None:
+    """Draws a weight, and a bias, as torch.nn.Linear does: uniform within 1 / sqrt of the number of inputs."""
     bound = max(weight.shape[-1], 1) ** -0.5
-    torch.nn.init.uniform_(weight, -bound, bound, generator)
-
-
-def draw_bias(bias: torch.Tensor, weight: torch.Tensor) -> None:
-    """Draws a bias as torch.nn.Linear does: as `draw` its weight."""
-    bound = max(weight.shape[-1], 1) ** -0.5
-    torch.nn.init.uniform_(bias, -bound, bound)
+    for each in (weight, bias):
+        if each is not None:
+            torch.nn.init.uniform_(each, -bound, bound, generator)
 
 
 @torch.no_grad()

@@ -90,12 +90,26 @@ def check_fit(gate_up: torch.Tensor, down: torch.Tensor, transposed: bool = Fals
     transposed: their last two extents lie the other way.
     """
     shapes = tuple(gate_up.shape), tuple(down.shape)
-    turned = [(*shape[:-2], *shape[:-3:-1]) for shape in shapes] if transposed else shapes
-    if not fit(*turned):
+    turned = [(*shape[:-2], *shape[:-3:-1]) for shape in shapes]
+    if not fit(*(turned if transposed else shapes)):
         expected = "(E, in, 2 F), (E, F, out)" if transposed else "(E, 2 F, in), (E, out, F)"
-        other = [(*shape[:-2], *shape[:-3:-1]) for shape in turned]
-        hint = f"; with transposed={not transposed} they would fit" if fit(*other) else ""
+        fits_else = fit(*(shapes if transposed else turned))
+        hint = f"; with transposed={not transposed} they would fit" if fits_else else ""
         raise ValueError(f"gate_up, down: got shapes {shapes[0]}, {shapes[1]}, expected {expected}{hint}")
+
+
+def as_used(gate_up: torch.Tensor, down: torch.Tensor, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights as `cutegemm.moe` takes them."""
+    return (gate_up.mT, down.mT) if transposed else (gate_up, down)
+
+
+def shown(mixture: Any, gate_up: torch.Tensor, down: torch.Tensor) -> str:
+    """What a `MoE` or `Fp8MoE` with these weights, as `cutegemm.moe` takes them, has in its repr."""
+    count, rows, hidden = down.shape
+    text = f"in_features={gate_up.shape[-1]}, hidden_features={hidden}, num_experts={count}, out_features={rows}"
+    biased = mixture.gate_up_proj_bias is not None or mixture.down_proj_bias is not None
+    has = {"bias": biased, "interleaved": mixture.interleaved, "transposed": mixture.transposed}
+    return ", ".join([text, f"activation={mixture.activation!r}", *(f"{name}=True" for name in has if has[name])])
 
 
 def choose(router: torch.nn.Module | None, input: Any, experts: Any, weights: Any) -> tuple[Any, Any]:

@@ -80,12 +80,12 @@ class Plan(NamedTuple):
 def plan(config: HopperConfig, signature: Signature) -> Plan | None:
     """How operands travel through the ring where the configuration stores by TMA; None where none does.
 
-    Operands are eligible whose rows are multiples of 16 bytes and whose elements are as wide as D's, or where none are
-    and D's have four bytes, those of two; columns that repeat must be whole boxes. Of these as many are taken as the
-    ring can hold. In ping-pong the ring must have more
-    stages than a tile's operands take: see `pipeline.Turns`. In ping-pong a stage with operands is also missing to the
-    warpgroup that multiplies: on an H200 a single operand, or a small tile, was faster without the ring. With scales
-    of blocks of K no operand is taken: the warps that copy the scales know k tiles only.
+    Operands are eligible whose rows are multiples of 16 bytes and whose elements are as wide as D's. Where none are and
+    D's have four bytes, those with elements of two are. Columns that repeat must be whole boxes. Of these as many are
+    taken as the ring can hold. In ping-pong the ring must have more stages than a tile's operands take: see
+    `pipeline.Turns`. In ping-pong a stage with operands is also missing to the warpgroup that multiplies: on an H200 a
+    single operand, or a small tile, was faster without the ring. With scales of blocks of K no operand is taken: the
+    warps that copy the scales know k tiles only.
     """
     size, lessons = ITEMSIZE[signature.out_dtype], config.solo or "fat" in config.options
     if config.parts > 1 or config.stream_k or config.fits or lessons or size not in (2, 4):

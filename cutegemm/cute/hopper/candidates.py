@@ -290,7 +290,8 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
         twins = [(text.replace("/pp/", "/coop2/"), split) for text, split in found]
         found += (each for each in twins if each[0] in shortlists.configurations())
     packs = any(map(signature.epilogue.program.uses, PACKERS))  # two results in one
-    if packs or len(signature.results) > 1:  # wider ones keep 8 to 112 bytes of registers in local memory with some
+    # Wider ones keep 8 to 112 bytes of registers in local memory with some programs.
+    if packs or len(signature.results) > 1:
         found = [each for each in found if not _is_swapped_beyond(each[0], MOST_SWAPPED)]
     if signature.epilogue.gating == "pairs":  # as halves are, whose swapped tiles were timed
         found = [each for each in found if not _is_swapped_beside_halves(each[0])]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch.nn import functional
+
+from cutegemm.nn import MoE, replace_moe
 
 ACTIVATIONS = {
     "silu": functional.silu,
@@ -66,3 +70,19 @@ def agree(got, want, tolerance):
     assert got.shape == want.shape
     if got.numel():
         assert (got.double() - want).abs().max() <= tolerance * want.abs().max() + 1e-30
+
+
+def check_replaced(model):
+    """Asserts that a language model of transformers, with small random weights, gives the same logits, loss and
+    gradients after `replace_moe`, and has the same parameters in the same order.
+    """
+    ours = replace_moe(copy.deepcopy(model))
+    assert all(isinstance(layer.mlp.experts, MoE) for layer in ours.model.layers)
+    assert list(ours.state_dict()) == list(model.state_dict())
+    ids = torch.randint(0, 64, (2, 9))
+    found = [each(ids, labels=ids) for each in (ours, model)]
+    torch.testing.assert_close(found[0].logits, found[1].logits, rtol=1e-4, atol=1e-5)
+    for each in found:
+        each.loss.backward()
+    for (key, mine), theirs in zip(ours.named_parameters(), model.parameters(), strict=True):
+        assert (mine.grad - theirs.grad).abs().max() <= 1e-4 * theirs.grad.abs().max(), key

@@ -10,7 +10,7 @@ import torch
 from cutegemm import ops
 from cutegemm.gating import ClampedSwiglu
 from cutegemm.nn import Fp8MoE, MoE, replace_moe
-from tests.mixtures import agree, drawn
+from tests.mixtures import agree, check_replaced, drawn
 
 LIMIT = ClampedSwiglu(0.7, 1.702, 1.0)
 GIVEN = [each.detach() for each in drawn()]
@@ -205,14 +205,4 @@ def test_a_model_of_gpt_oss(seed):
         torch.nn.init.normal_(layer.mlp.router.weight)
         torch.nn.init.normal_(layer.mlp.experts.gate_up_proj_bias)
         torch.nn.init.normal_(layer.mlp.experts.down_proj_bias)
-    ours = replace_moe(copy.deepcopy(model))
-    assert all(isinstance(layer.mlp.experts, MoE) for layer in ours.model.layers)
-    assert list(ours.state_dict()) == list(model.state_dict())
-    ids = torch.randint(0, 64, (2, 9))
-    found = [each(ids, labels=ids) for each in (ours, model)]
-    torch.testing.assert_close(found[0].logits, found[1].logits, rtol=1e-4, atol=1e-5)
-    for each in found:
-        each.loss.backward()
-    theirs = dict(model.named_parameters())
-    for key, mine in ours.named_parameters():
-        assert (mine.grad - theirs[key].grad).abs().max() <= 1e-4 * theirs[key].grad.abs().max(), key
+    check_replaced(model)

@@ -11,7 +11,7 @@ import torch._dynamo.testing
 from torch.nn import functional
 
 from cutegemm.nn import MoE, TopKRouter, replace_linears, replace_mlps, replace_moe
-from tests.mixtures import agree, drawn, exact
+from tests.mixtures import agree, check_replaced, drawn, exact
 
 X, EXPERTS, WEIGHTS, GATE_UP, DOWN = (each.detach() for each in drawn())
 
@@ -212,13 +212,4 @@ def test_a_model_of_transformers(name, seed):
     model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes, **own))
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.mlp.gate.weight)
-    ours = replace_moe(copy.deepcopy(model))
-    assert all(isinstance(layer.mlp.experts, MoE) for layer in ours.model.layers)
-    assert list(ours.state_dict()) == list(model.state_dict())
-    ids = torch.randint(0, 64, (2, 9))
-    found = [each(ids, labels=ids) for each in (ours, model)]
-    torch.testing.assert_close(found[0].logits, found[1].logits, rtol=1e-4, atol=1e-5)
-    for each in found:
-        each.loss.backward()
-    for (key, mine), theirs in zip(ours.named_parameters(), model.parameters(), strict=True):
-        assert (mine.grad - theirs.grad).abs().max() <= 1e-4 * theirs.grad.abs().max(), key
+    check_replaced(model)

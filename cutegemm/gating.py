@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -160,7 +160,7 @@ def texts(form: Form, weights: torch.Tensor, b_gate_up: Any = None, b_down: Any 
     return lookup(epilogue, compiled.inputs_of(described)).text, second
 
 
-_NUMBERS: dict[tuple[str, str], int] = {}
+_NUMBERS: dict[Hashable, int] = {}
 _NEW_NUMBERS = itertools.count(16)
 """Smaller ones are places of names in the C++ part."""
 
@@ -175,10 +175,12 @@ def known_texts(form: Form, weights: Any, b_gate_up: Any, b_down: Any) -> tuple[
         return None
 
 
-def number_of(programs: tuple[str, str]) -> int:
-    """The number by which the C++ part knows the texts of two programs."""
-    found = _NUMBERS.get(programs)
-    return _NUMBERS.setdefault(programs, next(_NEW_NUMBERS)) if found is None else found
+def number_of(computed: Hashable) -> int:
+    """The number by which the C++ part knows what is computed of a mixture's tensors: the texts of two programs, or
+    `quantized_mixing.Settings`.
+    """
+    found = _NUMBERS.get(computed)
+    return _NUMBERS.setdefault(computed, next(_NEW_NUMBERS)) if found is None else found
 
 
 def _texts(

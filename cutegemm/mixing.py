@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -74,13 +75,12 @@ class Settings(NamedTuple):
         """How the C++ part launches the kernels of a call that was computed (`native.install_mixture`); None where
         torch computes a part of it. To be called while no plan is made or forgotten (`fused.planning`).
         """
-        from cutegemm.run import combining, routing_kernels, steps
+        from cutegemm.run import combining, steps
 
-        slots, count = experts.numel(), gate_up.shape[0]
-        sorting = routing_kernels.plan_of(experts, weights, count) if self.backend in ("auto", "cute") else None
+        sorting = sorting_of(experts, weights, gate_up.shape[0], self.backend)
         if sorting is None:
             return None
-        sort = steps.launchers(routing_kernels.steps_of(sorting, experts, weights, count), x.device)
+        slots, count = experts.numel(), gate_up.shape[0]
 
         def like(kind: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=kind, device=x.device)
@@ -93,21 +93,46 @@ class Settings(NamedTuple):
             step = combining.spread_step_of(x, experts.shape[1])
             spreading = None if step is None else steps.launchers([step], x.device)
             x, sizes, arrays = like(x.dtype, slots, x.shape[1]), Sizes(ends), [(2, 0)]
-        # Of the tensors given to each product the sorted weights are number 5, and its bias is number 6.
-        sorted_weights, places = like(weights.dtype, slots, 1), [(5, 0)]
+        sorted_weights = like(weights.dtype, slots, 1)
         operands = gating.first_operands(sorted_weights, b_gate_up, self.interleaved)
-        if b_gate_up is not None:
-            up = operands[2].storage_offset() - operands[1].storage_offset()
-            places += [(6, 0), (6, up * b_gate_up.element_size())]
-        first = program_of(self.first)
-        hidden = grouped.launch_of(x, gate_up.mT, sizes, first, operands, *by, arrays, places, 7)
+        first, places = program_of(self.first), first_places(b_gate_up, operands)
+        hidden = grouped.launch_of(x, gate_up.mT, sizes, first, operands, *by, arrays, places, 9)
         h, operands = like(x.dtype, slots, down.shape[2]), gating.second_operands(sorted_weights, b_down)
         second, places = program_of(self.second), [(5, 0), (6, 0)][: len(operands)]
-        result = grouped.launch_of(h, down.mT, Sizes(ends), second, operands, *by, ((2, 0),), places, 7)
-        adding = combining.step_of(like(x.dtype, slots, down.shape[1]), experts.shape[1])
-        add = None if adding is None else steps.launchers([adding], x.device)
-        how = sort, routing_kernels.counts_of(sorting, count), spreading, hidden, result, add
-        return None if None in how else how
+        result = grouped.launch_of(h, down.mT, Sizes(ends), second, operands, *by, ((2, 0),), places, 9)
+        how = *sorting, spreading, hidden, result, adding_of(slots, down.shape[1], x, experts.shape[1])
+        return None if None in how else (*how, None)
+
+
+def sorting_of(experts: Any, weights: Any, count: int, backend: str) -> tuple[Any, int] | None:
+    """How the C++ part sorts the slots of (tokens, top_k) numbers of experts: the launchers, and how many counts they
+    exchange; None where torch sorts.
+    """
+    from cutegemm.run import routing_kernels, steps
+
+    plan = routing_kernels.plan_of(experts, weights, count) if backend in ("auto", "cute") else None
+    if plan is None:
+        return None
+    sort = steps.launchers(routing_kernels.steps_of(plan, experts, weights, count), experts.device)
+    return None if sort is None else (sort, routing_kernels.counts_of(plan, count))
+
+
+def first_places(b_gate_up: Any, operands: Sequence[Any]) -> list[tuple[int, int]]:
+    """(tensor, offset) of each of `gating.first_operands`: of the tensors that the C++ part gives to each product the
+    sorted weights are number 5, and its bias is number 6.
+    """
+    if b_gate_up is None:
+        return [(5, 0)]
+    up = operands[2].storage_offset() - operands[1].storage_offset()
+    return [(5, 0), (6, 0), (6, up * b_gate_up.element_size())]
+
+
+def adding_of(slots: int, columns: int, x: torch.Tensor, top_k: int) -> tuple[Any, ...] | None:
+    """How the C++ part adds up each token's rows, (slots, columns) of x's dtype; None where torch does."""
+    from cutegemm.run import combining, steps
+
+    step = combining.step_of(torch.empty((slots, columns), dtype=x.dtype, device=x.device), top_k)
+    return None if step is None else steps.launchers([step], x.device)
 
 
 def spreads_first(x: Any, slots: int, gate_up: Any) -> bool:

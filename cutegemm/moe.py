@@ -92,7 +92,7 @@ def moe(
             texts = gating.known_texts(form, weights, *biases)
             number = None if texts is None else gating.number_of(texts)
         if number is not None:
-            found = serves(x, experts, weights, w_gate_up, w_down, *biases, number, precision, backend)
+            found = serves(x, experts, weights, w_gate_up, w_down, *biases, None, None, number, precision, backend)
             if found is not None and not (tell := found is NotImplemented):
                 return found
     check(x, experts, weights, w_gate_up, w_down, activation if plain else "silu", precision, backend)
@@ -168,7 +168,7 @@ def unrecorded(
     if told is not None:
         with fused.planning():
             how = settings.launches(chosen, scales, *operands, *biases)
-            native.install_mixture((x, experts, weights, w_gate_up, w_down, *biases, *told), how)
+            native.install_mixture((x, experts, weights, w_gate_up, w_down, *biases, None, None, *told), how)
     return result.view(*x.shape[:-1], w_down.shape[1])
 
 

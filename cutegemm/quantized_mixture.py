@@ -16,20 +16,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cutegemm import gating, replacing
-from cutegemm.grouped import grouped_gemm
+from cutegemm import gating, native, replacing
 from cutegemm.mixing import by_tokens, routed
 from cutegemm.moe_arguments import check_chosen, check_types
 from cutegemm.problem import request
-from cutegemm.problem.grouped_request import MOST_GROUPS, Sizes
+from cutegemm.problem.grouped_request import MOST_GROUPS
 from cutegemm.problem.quantization import ACCEPTED_INPUTS, BLOCK, FORMATS, INPUTS
-from cutegemm.pytorch import autocast, grouped_scaled, quantize_spread
-from cutegemm.pytorch.combining import combine
-from cutegemm.pytorch.program_operator import program_of
+from cutegemm.pytorch import autocast
 from cutegemm.pytorch.sharded import is_distributed
-from cutegemm.quantize import quantize
 from cutegemm.quantized_linear import Settings, check_one, check_pair, default_dtype, keeping, padded, quantized
+from cutegemm.quantized_mixing import Experts
+from cutegemm.quantized_mixing import Settings as Computed
 from cutegemm.router import as_used, check_fit, choose, shown, sized
+from cutegemm.run import fused
 
 NAMES = ("gate_up_proj", "down_proj")
 SCALE_ENDINGS = ("_scale", "_scale_inv")
@@ -138,6 +137,13 @@ class Fp8MoE(replacing.Translating):
         """
         replacing.check_input(input, self.gate_up_proj)
         chosen, shares = choose(self.router, input, experts, weights)
+        computed, tell = None, False
+        if not torch.compiler.is_dynamo_compiling() and (serves := native.mixture) is not None:
+            computed = self._computed(shares, gating.known_texts)  # once a call: what a function reads may change
+            if computed is not None:
+                found = serves(*self._asked(input, chosen, shares, computed))
+                if found is not None and not (tell := found is NotImplemented):
+                    return found
         check_types({"input": input, "experts": chosen, "weights": shares})
         biases = {f"{name}_bias": getattr(self, f"{name}_bias") for name in NAMES}
         gating.check_biases(self.gate_up_proj, self.down_proj, biases, "gate_up_proj")
@@ -160,40 +166,40 @@ class Fp8MoE(replacing.Translating):
         # Autocast has had its say: it would cast values of 8 bits as it casts other numbers.
         without = torch.autocast(kind, enabled=False) if by_autocast else contextlib.nullcontext()
         with torch.no_grad(), without:
-            return self._mixture(input, chosen, shares)
+            return self._mixture(input, chosen, shares, computed, tell)
 
-    def _mixture(self, input: Any, experts: Any, weights: Any) -> torch.Tensor:
+    def _mixture(self, input: Any, experts: Any, weights: Any, computed: Computed | None, tell: bool) -> torch.Tensor:
         tokens, chosen, shares = by_tokens(input, experts, weights)
-        route, top_k = routed(chosen, shares, self.num_experts, self.settings.backend), chosen.shape[1]
-        biases = self.gate_up_proj_bias, self.down_proj_bias
-        first, second = gating.texts(gating.Form(self.activation, self.interleaved), weights, *biases)
-        dtype, scaling, backend = self.settings.dtype, self.settings.scaling[0], self.settings.backend
-        given = quantize_spread.quantized(tokens, route.rows, route.row_of, top_k, dtype, scaling, backend)
-        operands = gating.first_operands(route.weights, biases[0], self.interleaved)
-        hidden = self._product("gate_up_proj", given, first, operands, route.ends, input.dtype)
-        given = quantize(hidden, dtype, scaling)
-        operands = gating.second_operands(route.weights, biases[1])
-        rows = self._product("down_proj", given, second, operands, route.ends, input.dtype)
-        return combine(rows, route.row_of, top_k, self.settings.backend).view(*input.shape[:-1], rows.shape[1])
+        settings, own = computed or self._computed(weights), self._experts
+        assert settings is not None
+        route = routed(chosen, shares, self.num_experts, settings.backend)
+        rows = settings.composed(route, tokens, chosen.shape[1], own)
+        if tell:
+            with fused.planning():
+                how = settings.launches(chosen, shares, tokens, own)
+                native.install_mixture(self._asked(input, experts, weights, settings), how)
+        return rows.view(*input.shape[:-1], rows.shape[1])
 
-    def _product(
-        self, name: str, given: tuple[Any, Any], text: str, operands: Any, ends: Any, out_dtype: torch.dtype
-    ) -> Any:
-        """Quantized rows, (values, scales), times a weight of each group, by the program of that text."""
-        (values, scale), settings = given, self.settings
-        weight, of_weight = getattr(self, name), getattr(self, f"{name}_scale")
-        kinds = settings.scaling[0], self._kinds[name]
-        of_weight = of_weight.mT if of_weight.dim() else of_weight
-        options: dict[str, Any] = {"precision": settings.how.precision, "backend": settings.backend, "config": None}
-        if torch.compiler.is_dynamo_compiling():
-            scales, sizes = grouped_scaled.Scaling(scale, of_weight, kinds), Sizes(ends)
-            return grouped_scaled.by_operator(
-                values, weight.mT, sizes, text, operands, scales, None, out_dtype, options
-            )
-        return grouped_gemm(
-            values, weight.mT, ends, epilogue=program_of(text), operands=operands, out_dtype=out_dtype, scale_a=scale,
-            scale_b=of_weight, scaling=kinds, **options,
-        )  # fmt: skip
+    @property
+    def _experts(self) -> Experts:
+        own = self._buffers  # a module takes ten times as long to find an attribute there
+        return Experts(*(own[f"{name}{end}"] for end in ("", "_bias", "_scale") for name in NAMES))
+
+    def _computed(self, weights: torch.Tensor, find: Callable[..., Any] = gating.texts) -> Computed | None:
+        """What a call with these weights of slots computes; None where `find` finds no texts."""
+        given, form = self.settings, gating.Form(self.activation, self.interleaved)
+        own = self._buffers
+        texts = find(form, weights, *(own[f"{name}_bias"] for name in NAMES))
+        if texts is None:
+            return None
+        first, second = texts
+        kinds = given.scaling[0], self._kinds[NAMES[0]], self._kinds[NAMES[1]]
+        return Computed(first, second, self.interleaved, given.dtype, kinds, given.how.precision, given.backend)
+
+    def _asked(self, input: Any, experts: Any, weights: Any, computed: Computed) -> tuple[Any, ...]:
+        """The arguments of `native.mixture`."""
+        by = computed.precision, computed.backend
+        return input, experts, weights, *self._experts, gating.number_of(computed), *by
 
     def extra_repr(self) -> str:
         return f"{shown(self, self.gate_up_proj, self.down_proj)}, {self.settings.text}"

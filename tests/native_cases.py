@@ -27,7 +27,7 @@ from cutegemm.cute.standalone import StandaloneKernel
 from cutegemm.emulator.capture import _Any
 from cutegemm.problem import packing, reference, torch_dtype
 from cutegemm.problem.program.evaluate import evaluate
-from cutegemm.problem.program.graph import Node, Output, Program
+from cutegemm.problem.program.graph import SCALE_K, Node, Output, Program
 from cutegemm.problem.quantization import NAMED, scale_of, values_of
 from cutegemm.pytorch import combining
 from cutegemm.run import arguments, routing
@@ -153,17 +153,20 @@ class TorchKernel(StandaloneKernel):
         a = _matrix(given["a"], dtype, 1, rows_a, k, 0, s.a_major == "k", given["lda"])[0]
         b = _matrix(given["b"], dtype, groups, k, n, given["b_batch"], s.b_major == "n", given["ldb"])
         ends = [0, *_at(given["ends"], torch.int32, (groups,), (1,)).tolist()]
-        z = torch.cat([
-            (a[index] if work == "gathered_m" else a)[first:last].float() @ b[group].float()
-            for group, (first, last) in enumerate(itertools.pairwise(ends))
-        ])  # fmt: skip
+        a = a[index] if work == "gathered_m" else a
+        of_a, of_b = self._block_scales(given, groups, m, n, k)
+        z = torch.zeros(m, n)
+        for group, (first, last) in enumerate(itertools.pairwise(ends)):
+            for block, part in enumerate(a[first:last].float().split(SCALE_K, 1)):
+                product = part @ b[group].float()[SCALE_K * block :][:SCALE_K]
+                z[first:last] += product * of_a[first:last, block, None] * of_b[group, block]
         if s.epilogue.custom is not None:
             program = s.epilogue.custom
             whole = [self._operand(each, given, groups if each.batched else 1, m, n) for each in program.inputs]
 
             def of_group(number: int, first: int, last: int) -> list[Any]:
                 return [
-                    value if not isinstance(value, torch.Tensor)
+                    value if each.scales or not isinstance(value, torch.Tensor)
                     else value[number if each.batched else 0][slice(first, last) if each.m else slice(None)]
                     for each, value in zip(program.inputs, whole, strict=True)
                 ]  # fmt: skip
@@ -176,6 +179,26 @@ class TorchKernel(StandaloneKernel):
         d = _matrix(given["d"], out_dtype, 1, rows_d, columns, 0, True, given["ldd"])[0]
         d[index if work == "scattered_m" else slice(None)] = z.to(out_dtype)
 
+    def _block_scales(
+        self, given: dict[str, Any], groups: int, m: int, n: int, k: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of A, (M, blocks of K), and of B, (groups, blocks of K, N); ones where there are none."""
+        blocks = max(-(-k // SCALE_K), 1)
+        of_a, of_b = torch.ones(m, blocks), torch.ones(groups, blocks, n)
+        custom = self.signature.epilogue.custom
+        for each in custom.inputs if custom else ():
+            if not each.scales:
+                continue
+            strides = (given.get(f"{each.name}_{axis}", 0) for axis in ("batch", "row", "col"))
+            grain = int(each.scales[1:])
+            extents = (1, m, blocks) if each.scales[0] == "a" else (groups, blocks, -(-n // grain))
+            found = _at(given[each.name], FP32, extents, tuple(strides))
+            if each.scales[0] == "a":
+                of_a = found[0]
+            else:
+                of_b = found.repeat_interleave(grain, 2)[:, :, :n]
+        return of_a, of_b
+
     def _quantize(self, given: dict[str, Any]) -> None:
         s: Any = self.signature
         matrices, rows, k = shape = tuple(given[name] for name in ("matrices", "rows", "k"))
@@ -183,6 +206,15 @@ class TorchKernel(StandaloneKernel):
             return
         x = _at(given["x"], torch_dtype(s.dtype), shape, (given["x_matrix"], given["x_row"], given["x_k"]))
         format = NAMED[s.values]
+        if s.places:
+            row_of = _at(given["p"], torch.int32, (rows * s.places,), (1,)).long()
+            blocks = 1 if s.group.k == 0 else -(-k // s.group.k)
+            scale = scale_of(x, format, s.group)
+            values = _at(given["v"], format.dtype, (rows * s.places, k), (given["v_row"], 1))
+            scales = _at(given["s"], FP32, (rows * s.places, blocks), (given["s_row"], given["s_k"]))
+            values[row_of] = values_of(x, scale, format)[0].repeat_interleave(s.places, 0)
+            scales[row_of] = scale[0].repeat_interleave(s.places, 0)
+            return
         v = _at(given["v"], format.dtype, shape, (given["v_matrix"], given["v_row"], 1))
         along = s.group.rows or rows, s.group.k or k
         extents = matrices if s.group.rows else 1, -(-rows // along[0]), -(-k // along[1])

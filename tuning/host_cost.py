@@ -10,7 +10,7 @@ descriptors. Python's way and the C++ part's stand beside each other. The column
 whose dispatch, allocation and bookkeeping are those of its CUDA operator, with a small product in place of cuBLAS's
 choice and launch; that of "K split" has the time of a large product instead, and says nothing. Backward passes run in
 the calling thread there. Beside `quantize` stands torch's conversion without scales, beside nn.Fp8Linear torch's layer
-in 16 bits, beside `moe` what transformers 5 calls, eager.
+in 16 bits, beside `moe` and nn.Fp8MoE what transformers 5 calls, eager, in 16 bits.
 
 `--choice` times, without a GPU, what the heuristic takes to choose for a problem that it has not met on the GPU that
 `--arch` names: random problems of `tuning.random_shapes.sizes`, the fastest of some rounds each, after one that worked
@@ -78,6 +78,7 @@ def candidates(
     experts = torch.arange(2 * size, device=device).view(size, 2) % 8
     shares = torch.ones(size, 2, device=device, dtype=dtype)
     of_experts = torch.stack([stacked] * 8), torch.stack([weight] * 8)
+    experts_in_fp8 = cutegemm.nn.Fp8MoE.from_weights(*of_experts)
     of_others = *(each.mT.contiguous() for each in of_experts), *(each[..., 0].contiguous() for each in of_experts)
 
     def without_gradients(function: Callable[[], object]) -> Callable[[], object]:
@@ -121,6 +122,10 @@ def candidates(
         "moe as of gpt-oss": (
             lambda: moe.grouped_mm(x, experts, shares, *of_others),
             lambda: moe.ours(x, experts, shares, *of_others),
+        ),
+        "nn.Fp8MoE, two of eight experts": (
+            without_gradients(lambda: moe.grouped_mm(x, experts, shares, *of_experts)),
+            without_gradients(lambda: experts_in_fp8(x, experts, shares)),
         ),
         "quantize, rows": (lambda: x.to(fp8), lambda: cutegemm.quantize(x, fp8)),
         "mm of fp8, scales of rows": (

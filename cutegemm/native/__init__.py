@@ -37,8 +37,9 @@ quantized_linear: Callable[..., Any] | None = None
 """quantized_linear(x, weight, weight_scale, input_scale, bias, scaling, activation, *how) -> the two in a row, with new
 scales or the one given; None and NotImplemented as `program`. Both of its steps are told of by themselves."""
 mixture: Callable[..., Any] | None = None
-"""mixture(x, experts, weights, w_gate_up, w_down, b_gate_up, b_down, activation, precision, backend) -> the result of
-`moe`, likewise. activation: a name, or the number of a form (`gating.number_of`)."""
+"""mixture(x, experts, weights, w_gate_up, w_down, b_gate_up, b_down, s_gate_up, s_down, activation, precision, backend)
+-> the result of `moe`, and with scales of both weights of `nn.Fp8MoE`, likewise. activation: a name, or the number of
+what is computed (`gating.number_of`)."""
 
 FUNCTIONS = ("gemm", "linear", "program", "quantize", "scaled", "quantized_linear", "mixture")
 """The names above, which are None while no extension serves."""
@@ -237,9 +238,11 @@ def install_mixture(arguments: tuple[Any, ...], how: tuple[Any, ...] | None) -> 
     """Remembers what launches the call `mixture(*arguments)`, and all like it.
 
     how: the launchers that sort, of experts, weights, ends, places, rows, sorted weights, row_of and counts; how many
-        counts there are; what `cutegemm.run.fused.launch_of` gives of the two products: of x, w_gate_up, ends, rows,
-        places, the sorted weights and b_gate_up, and of the hidden rows, w_down, ends, rows, places, the sorted weights
-        and b_down; and the launchers that add up these rows, of them, row_of and the sums. None: Python computes it.
+        counts there are; those that copy rows in front, one at most, of x or its values, row_of and the copies; what
+        `cutegemm.run.fused.launch_of` gives of the two products: of x, w_gate_up, ends, rows, places, the sorted
+        weights, b_gate_up and the scales of x and of w_gate_up, and of the hidden rows, w_down and so on; the launchers
+        that add up these rows, of them, row_of and the sums; and None, or how x and the hidden rows are quantized, each
+        as in `install_quantize`, and the dtype of their values. None: Python computes it.
     """
     if _state.module is not None:
         _state.module.install_mixture(*arguments, how)

@@ -6,12 +6,14 @@ sees torch.ops.cutegemm.quantize_spread.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from cutegemm import backend as backends
 from cutegemm.problem import quantization_request
 from cutegemm.problem.packing import as_bits
-from cutegemm.problem.quantization import PITCH, Group, new_values
+from cutegemm.problem.quantization import PITCH, new_values
 from cutegemm.pytorch import combining
 from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.pytorch.registering import define
@@ -34,47 +36,85 @@ def quantized(
         )
         return made
     by_kernel = combining.by_kernel(x, row_of, backend)
-    found = _by_one_launch(x, row_of, top_k, dtype, scaling) if by_kernel else None
-    if found is not None:
-        return found
+    if by_kernel and _can_spread(x, top_k, dtype, scaling):
+        from cutegemm.run import quantize_kernels
+
+        values, scales = results(x, x.shape[0] * top_k, dtype, scaling)
+        plan = plan_of(x, values, scales, scaling, top_k)
+        quantize_kernels.run_spread(plan, x.detach(), values, scales, row_of.contiguous())
+        return values, scales
     values, scales = torch.ops.cutegemm.quantize(x, dtype, scaling)
     of_places = scales if scaling == "tensor" else scales.index_select(0, token_of)
-    return _copied(values, token_of, by_kernel), of_places
+    return _copied(values, token_of, row_of, top_k, by_kernel), of_places
 
 
-def _by_one_launch(
-    x: torch.Tensor, row_of: torch.Tensor, top_k: int, dtype: torch.dtype, scaling: str
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """None where the rows take several launches."""
+def _can_spread(x: torch.Tensor, top_k: int, dtype: torch.dtype, scaling: str) -> bool:
+    """Whether one launch quantizes the rows of x and writes each to its places."""
     from cutegemm.run import quantize_kernels  # with the kernel families, when one is first needed
 
-    asked, slots = _described(x, dtype, scaling), x.shape[0] * top_k
-    assert asked.group is not None
-    if not quantize_kernels.can_spread(x, asked.group, top_k):
+    group = _described(x, dtype, scaling).group
+    assert group is not None
+    return quantize_kernels.can_spread(x, group, top_k)
+
+
+def launches(
+    x: torch.Tensor, top_k: int, dtype: torch.dtype, scaling: str
+) -> tuple[Any, tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] | None:
+    """How the C++ part launches `quantized` of such rows: as `native.install_quantize` has it, the launchers that copy
+    the values behind it, and memory for the results; None where torch computes a part of it.
+    """
+    from cutegemm.run import combining as by_kernel
+    from cutegemm.run import quantize_kernels, steps
+
+    tokens, slots, copying = x.shape[0], x.shape[0] * top_k, tuple[Any, ...]()
+    if _can_spread(x, top_k, dtype, scaling):
+        made = results(x, slots, dtype, scaling)
+        plan = plan_of(x, *made, scaling, top_k)
+        how = quantize_kernels.told(plan, *made)
+    elif scaling == "tensor":
+        once = results(x, tokens, dtype, scaling)
+        made = results(x, slots, dtype, scaling)
+        how = quantize_kernels.told(plan_of(x, *once, scaling), *once)
+        step = by_kernel.values_step_of(once[0], top_k)
+        launchers = None if step is None else steps.launchers([step], x.device)
+        if launchers is None:
+            return None
+        copying = launchers
+    else:
         return None
-    values, scales = _results(x, slots, dtype, asked.group)
-    plan = quantize_kernels.plan_of(x, values, scales, asked.format, asked.group, top_k)
-    quantize_kernels.run_spread(plan, x.detach(), values, scales, row_of.contiguous())
-    return values, scales
+    return None if how is None else (how, copying, made)
+
+
+def plan_of(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, scaling: str, places: int = 0) -> Any:
+    """As `quantize_kernels.plan_of`, of these results."""
+    from cutegemm.run import quantize_kernels
+
+    asked = _described(x, values.dtype, scaling)
+    return quantize_kernels.plan_of(x, values, scales, asked.format, asked.group, places)
 
 
 def _described(x: torch.Tensor, dtype: torch.dtype, scaling: str) -> quantization_request.Asked:
     return quantization_request.describe(x, dtype, scaling, -1, quantization_request.DEFAULT_BLOCK, None)
 
 
-def _results(x: torch.Tensor, slots: int, dtype: torch.dtype, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for the values and scales of so many rows."""
-    shape = slots, x.shape[1]
+def results(x: torch.Tensor, rows: int, dtype: torch.dtype, scaling: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for the values and scales of so many rows of x's width."""
+    shape, group = (rows, x.shape[1]), _described(x, dtype, scaling).group
+    assert group is not None
     scales = torch.empty(group.scales(shape), dtype=torch.float32, device=x.device)
     return new_values(shape, False, dtype, x.device), scales
 
 
-def _copied(rows: torch.Tensor, token_of: torch.Tensor, by_kernel: bool) -> torch.Tensor:
+def _copied(
+    rows: torch.Tensor, token_of: torch.Tensor, row_of: torch.Tensor, top_k: int, by_kernel: bool
+) -> torch.Tensor:
     """The values of each place's token, as `new_values` lays them out."""
     if by_kernel:
-        from cutegemm.run.combining import in_order
+        from cutegemm.run.combining import spread_values
 
-        return in_order(rows, token_of)
+        found = spread_values(rows, row_of, top_k)
+        if found is not None:
+            return found
     if rows.shape[1] == 0:
         return new_values((len(token_of), 0), False, rows.dtype, rows.device)
     made = as_bits(rows).index_select(0, token_of)
@@ -98,9 +138,7 @@ def _compute(x, token_of, row_of, top_k, dtype, scaling, backend="auto"):
 
 def _fake(x, token_of, row_of, top_k, dtype, scaling, backend="auto"):
     _check(x, token_of, row_of, top_k, backend)
-    group = _described(x, dtype, scaling).group
-    assert group is not None
-    return _results(x, x.shape[0] * top_k, dtype, group)
+    return results(x, x.shape[0] * top_k, dtype, scaling)
 
 
 define(

@@ -61,6 +61,21 @@ def spread_step_of(rows: torch.Tensor, top_k: int) -> Step | None:
     return _step(rows, rows.shape[0], top_k, "spread")
 
 
+def spread_values(values: torch.Tensor, row_of: torch.Tensor, top_k: int) -> torch.Tensor | None:
+    """As `spread`, of rows whose copies begin at multiples of 16 bytes, as `packing.in_order` has them."""
+    step, pitch = values_step_of(values, top_k), packing.pitch_of(values.shape[1], values.element_size())
+    if step is None:
+        return None
+    made = _launched(step, packing.as_bits(values), row_of, (values.shape[0] * top_k, pitch))
+    return made[:, : values.shape[1]].view(values.dtype)
+
+
+def values_step_of(values: torch.Tensor, top_k: int) -> Step | None:
+    """The launch of `spread_values`; None as of `spread`."""
+    pitch = packing.pitch_of(values.shape[1], values.element_size())
+    return _step(packing.as_bits(values), values.shape[0], top_k, "spread", pitch)
+
+
 def clear_behind(made: torch.Tensor, ends: torch.Tensor) -> bool:
     """Writes zeros into the rows of a row-major matrix behind its last group, and says whether it has: not where the
     GPU cannot run the kernel. ends: of the groups, int32.

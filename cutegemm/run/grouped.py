@@ -134,6 +134,7 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
 def launch_of(
     a: Any, b: Any, sizes: Sizes, program: Program, operands: Sequence[torch.Tensor], precision: Any, backend: str,
     arrays: Sequence[tuple[int, int]], places: Sequence[tuple[int, int]], count: int,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Any, ...] | None:  # fmt: skip
     """What `fused.launch_of` gives of the call with these arguments, which was computed; None where it needs Python.
 
@@ -141,10 +142,10 @@ def launch_of(
         arrays, places: (tensor, offset) of each of its arrays and operands, among the tensors that the C++ part has.
         count: of these.
     """
-    plan = memo.plan(key_of(a, b, sizes, program, operands, None, None, precision, backend, None))
+    plan = memo.plan(key_of(a, b, sizes, program, operands, None, out_dtype, precision, backend, None))
     if plan is None:
         return None
-    asked = grouped_request.describe(a, b, sizes, program, operands, None, None, precision)
+    asked = grouped_request.describe(a, b, sizes, program, operands, None, out_dtype, precision)
     return None if asked.gathers else fused.launch_of(plan, asked, dict(enumerate(places)), {}, count, arrays)
 
 

@@ -103,6 +103,15 @@ def plan_of(
     return found
 
 
+def told(plan: Plan, values: torch.Tensor, scales: torch.Tensor | None) -> tuple[Any, ...] | None:
+    """How the C++ part launches a plan (`native.install_quantize`), of results such as these; None where it cannot.
+    scales: None where they are given.
+    """
+    launchers = steps.launchers(plan.steps, values.device)
+    shape = None if scales is None else tuple(scales.shape)
+    return None if launchers is None else (launchers, tuple(values.shape), values.stride(), shape, plan.maxima)
+
+
 def restored(values: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, format: Format) -> None:
     """Writes values * scale into x; tensors as in `quantized`, K contiguous in both."""
     arch = steps.arch_of(x.device)

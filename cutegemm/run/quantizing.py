@@ -79,14 +79,11 @@ def _told(
     values, scales = found = quantize(x, dtype, scaling, dim, block, scale, None, backend)
     how = None
     if _by_kernels(backend, x) and x.numel() and x.device != runner._CPU:
-        from cutegemm.run import quantize_kernels, steps
+        from cutegemm.run import quantize_kernels
 
         asked = quantization_request.describe(x, dtype, scaling, dim, block, scale)
         plan = quantize_kernels.plan_of(x, values, scales, asked.format, asked.group)
-        launchers = steps.launchers(plan.steps, x.device)
-        if launchers is not None:
-            given = scale is not None
-            how = launchers, tuple(values.shape), values.stride(), None if given else tuple(scales.shape), plan.maxima
+        how = quantize_kernels.told(plan, values, scales if scale is None else None)
     native.install_quantize((x, dtype, scaling, scale, backend), how)
     return found
 

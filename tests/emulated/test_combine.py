@@ -94,6 +94,23 @@ def test_rows_are_spread_to_their_places(dtype, columns, top_k, seed):
     assert torch.equal(found[~kept], want[~kept])
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+@pytest.mark.parametrize("columns", [1, 7, 36, 144])
+@pytest.mark.parametrize("top_k", [1, 3, MOST_UNROLLED + 1])
+@pytest.mark.product(keep=6)
+def test_values_are_spread_into_rows_that_begin_at_multiples_of_16_bytes(dtype, columns, top_k, seed):
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(-128, 128, (9, columns + 16), generator=generator).to(torch.int8)[:, :columns]
+    row_of = torch.randperm(9 * top_k, generator=generator).int()
+    want = torch.empty(9 * top_k, columns, dtype=torch.int8)
+    want[row_of.long()] = rows.repeat_interleave(top_k, 0)
+    found = by_kernel.spread_values(rows.view(dtype), row_of, top_k)
+    assert torch.equal(found.view(torch.int8), want)
+    assert found.dtype == dtype
+    assert found.stride() == (-(-columns // 16) * 16, 1)
+    assert by_kernel.spread_values(rows[:0].view(dtype), row_of[:0], top_k) is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("columns", [1, 7, 36, 520])
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import torch
 import cutegemm
 from cutegemm import native
 from cutegemm.pytorch import native_gradients, programs
-from cutegemm.run import call, fused, quantizing
+from cutegemm.run import call, fused, quantizing, routing
 from tests import needs
+from tests.mixtures import drawn, drawn_biases
 
 pytestmark = pytest.mark.gpu
 
@@ -63,6 +64,17 @@ def roads() -> dict[str, Callable[[], Any]]:
     text = cutegemm.trace_epilogue(residual, (c, 2.0)).text
     gated = cutegemm.nn.Fp8SwiGLU(512, 256, 128, device="cuda")
     halved = torch.full((), 0.5, device="cuda")
+    tokens, experts, shares, *weights = drawn((64,), 2, 8, 256, 144, 272, torch.bfloat16, 1, "cuda")
+    biases = [each.detach() for each in drawn_biases(*weights, torch.bfloat16, 1)]
+    form: dict[str, Any] = {"interleaved": True, "activation": cutegemm.gating.ClampedSwiglu(7.0, 1.702, 1.0)}
+    form |= {"b_gate_up": biases[0], "b_down": biases[1]}
+    in_fp8, others_in_fp8, in_int8 = (
+        cutegemm.nn.Fp8MoE.from_weights(*(each.detach() / 16 for each in weights), dtype, scaling=scaling, **more)
+        for dtype, scaling, more in (("fp8", "rows", {}), ("fp8", "blocks", form), ("int8", "tensor", {}))
+    )
+
+    def mixture(layer: Callable[..., torch.Tensor], *more: torch.Tensor, **named: Any) -> Callable[[], torch.Tensor]:
+        return torch.no_grad()(lambda: layer(tokens, experts, shares, *more, **named))
 
     return {
         "quantize": lambda: cutegemm.quantize(a, fp8),
@@ -86,6 +98,11 @@ def roads() -> dict[str, Callable[[], Any]]:
         "operator": lambda: torch.ops.cutegemm.gemm(a, w.t()),
         "training": trained,
         "autocast": cast,
+        "experts": mixture(cutegemm.moe, *weights),
+        "experts as of gpt-oss": mixture(cutegemm.moe, *weights, **form),
+        "experts in fp8": mixture(in_fp8),
+        "experts as of gpt-oss in fp8": mixture(others_in_fp8),
+        "experts in int8": mixture(in_int8),
     }
 
 
@@ -125,6 +142,11 @@ def test_a_known_call_does_not_come_to_python(roads, monkeypatch):
         "two results",
         "operator with an epilogue",
         "MLP",
+        "experts",
+        "experts as of gpt-oss",
+        "experts in fp8",
+        "experts as of gpt-oss in fp8",
+        "experts in int8",
     )
     expected = {name: flat(roads[name]()) for name in names}
     side = torch.cuda.Stream()
@@ -138,6 +160,7 @@ def test_a_known_call_does_not_come_to_python(roads, monkeypatch):
             patch.setattr(fused, "description", None)
             patch.setattr(quantizing, "quantize", None)
             patch.setattr(programs, "_computed", None)
+            patch.setattr(routing, "route", None)
             results = {name: flat(roads[name]()) for name in names}
     side.synchronize()
     for name in names:
@@ -146,6 +169,7 @@ def test_a_known_call_does_not_come_to_python(roads, monkeypatch):
 
 def test_graphs(roads):
     names = ("gemm", "linear", "K split", "scales", "fp8 layer", "fp8 layer, blocks", "fp8 MLP", "epilogue", "MLP")
+    names += tuple(name for name in roads if name.startswith("experts"))
     for name in names:
         roads[name]()
     graph = torch.cuda.CUDAGraph()

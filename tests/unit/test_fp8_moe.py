@@ -12,7 +12,7 @@ import torch._dynamo.testing
 from torch.nn import functional
 
 import cutegemm
-from cutegemm import quantized_mixture
+from cutegemm import quantized_mixing
 from cutegemm.gating import ClampedSwiglu
 from cutegemm.nn import Fp8MoE, MoE, TopKRouter, compare, replace_moe
 from tests.mixtures import ACTIVATIONS, agree, clamped, drawn_biases, exact
@@ -261,8 +261,8 @@ def test_scales_of_rows_by_blocks_of_columns(seed):
 
 def test_settings_reach_the_products(seed, monkeypatch):
     seen = []
-    original = quantized_mixture.grouped_gemm
-    monkeypatch.setattr(quantized_mixture, "grouped_gemm", lambda *a, **k: seen.append(k) or original(*a, **k))
+    original = quantized_mixing.grouped_gemm
+    monkeypatch.setattr(quantized_mixing, "grouped_gemm", lambda *a, **k: seen.append(k) or original(*a, **k))
     made = Fp8MoE.from_weights(*weights_of(seed), accumulate="fast", backend="torch")
     made.load_state_dict(quantized_state(seed, "e5m2"))
     x, experts, weights = drawn(seed, dtype=BF16)

@@ -26,8 +26,8 @@ LAYERS = {
         cutegemm cutegemm.gemm cutegemm.grouped cutegemm.linear cutegemm.nn cutegemm.tune cutegemm.memory cutegemm.demo
         cutegemm.quantize cutegemm.quantized_linear cutegemm.comparison cutegemm.scaled_mm cutegemm.moe cutegemm.mixture
         cutegemm.replacing cutegemm.parallel cutegemm.layer_operator cutegemm.quantized_mlp
-        cutegemm.mixing cutegemm.mixing_gradients
-        cutegemm.moe_operator cutegemm.router cutegemm.quantized_mixture cutegemm.gating cutegemm.moe_arguments
+        cutegemm.mixing cutegemm.mixing_gradients cutegemm.quantized_mixing cutegemm.quantized_mixture
+        cutegemm.moe_operator cutegemm.router cutegemm.gating cutegemm.moe_arguments
         cutegemm.emulator.__main__ cutegemm.emulator.workload cutegemm.cutlass2x.__main__""",
     "PyTorch": "cutegemm.pytorch.*",
     "a call": """

@@ -156,7 +156,7 @@ def test_what_records_gradients_is_left_to_python():
         for _ in range(2):
             mixture()
             mixture(b_gate_up=OF_BOTH, b_down=OF_DOWN)
-        given, nothing = [X, EXPERTS, WEIGHTS, GATE_UP, DOWN], (None, None)
+        given, nothing = [X, EXPERTS, WEIGHTS, GATE_UP, DOWN], (None,) * 4
         assert isinstance(native.mixture(*given, *nothing, "silu", None, "auto"), torch.Tensor)
         for place in (0, 2, 3, 4):
             recorded = [each.clone().requires_grad_(i == place) for i, each in enumerate(given)]
@@ -167,9 +167,9 @@ def test_what_records_gradients_is_left_to_python():
         number = cutegemm.gating.number_of(cutegemm.gating.texts(form, WEIGHTS, OF_BOTH, OF_DOWN))
         for place in (0, 1):
             biases = [each.clone().requires_grad_(i == place) for i, each in enumerate((OF_BOTH, OF_DOWN))]
-            assert native.mixture(*given, *biases, number, None, "auto") is None
+            assert native.mixture(*given, *biases, None, None, number, None, "auto") is None
             with torch.no_grad():
-                assert isinstance(native.mixture(*given, *biases, number, None, "auto"), torch.Tensor)
+                assert isinstance(native.mixture(*given, *biases, None, None, number, None, "auto"), torch.Tensor)
 
 
 def test_a_pass_that_copies_rows_in_front_is_launched_too(monkeypatch):

@@ -41,8 +41,7 @@ inline PyObject* quantize(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// install_quantize(<arguments of quantize>, how): how is None, or (launchers, shape and strides of the values, shape of
-// the scales or None, number of maxima).
+// install_quantize(<arguments of quantize>, how): how is None or as `read_quantization` has it.
 inline PyObject* install_quantize(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   const at::Tensor *x = nullptr, *scale = nullptr;
@@ -51,13 +50,7 @@ inline PyObject* install_quantize(PyObject*, PyObject* const* args, Py_ssize_t c
   std::shared_ptr<Quantization> known;
   if (args[TO_QUANTIZE] != Py_None) {
     known = std::make_shared<Quantization>();
-    PyObject *steps = nullptr, *shape = nullptr, *strides = nullptr, *scales = nullptr;
-    long long maxima = 0;
-    if (!PyArg_ParseTuple(args[TO_QUANTIZE], "O!OOOL", &PyTuple_Type, &steps, &shape, &strides, &scales, &maxima))
-      throw_python_error();
-    read_launches(steps, known->steps);
-    known->shape = numbers_of(shape), known->strides = numbers_of(strides), known->maxima = maxima;
-    if (scales != Py_None) known->scales = numbers_of(scales);
+    read_quantization(args[TO_QUANTIZE], *known);
     TORCH_CHECK(known->scales.has_value() != (scale != nullptr), "cutegemm: expected new scales or given ones");
   }
   table_of<Quantization>().put(key_of(of), std::move(known));

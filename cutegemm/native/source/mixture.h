@@ -5,46 +5,58 @@
 
 namespace cutegemm {
 
-// The launches of a call, in order: those that sort its slots, what copies each token's row to its places where the
-// first product does not gather them, its two products in groups, and what adds up the rows of each token.
+// The launches of a call, in order: those that sort its slots, those that quantize x, what copies each token's row to
+// its places where nothing else brings it there, the first product in groups, those that quantize the hidden rows, the
+// second product, and what adds up the rows of each token. Of weights that are not quantized nothing is.
 struct Mixture {
   std::vector<Launch> sorting;    // they take experts, weights, ends, places, rows, sorted weights, row_of and counts
   int64_t counts = 0;             // numbers that they exchange
-  std::vector<Launch> spreading;  // one at most, which takes x, row_of and the copies
-  ProgramLaunch hidden;           // of x or the copies, gate_up, ends, rows, places, the sorted weights and its biases
-  ProgramLaunch result;           // of the hidden rows, down, ends, rows, places, the sorted weights and its bias
+  std::optional<Quantization> of_tokens;  // where it has results for all slots, its launches take row_of
+  std::vector<Launch> spreading;  // one at most, which takes x or its values, row_of and the copies
+  ProgramLaunch hidden;           // of x or the copies, and what else `factors` has
+  std::optional<Quantization> of_hidden;
+  ProgramLaunch result;           // of the hidden rows, and what else `factors` has
   std::vector<Launch> adding;     // they take these rows, row_of and the sums
+  at::ScalarType dtype = at::ScalarType::Undefined;  // of values
 };
 
 struct ToMix {
   const at::Tensor *x = nullptr, *experts = nullptr, *weights = nullptr, *gate_up = nullptr, *down = nullptr,
-                   *of_gate_up = nullptr, *of_down = nullptr;  // the last two are biases, or none
-  Matrix rows, choice, weight, first, second, first_bias, second_bias;
-  Options options;  // activation: the place of a name, or the number that stands for a form (cutegemm/gating.py)
+                   *of_gate_up = nullptr, *of_down = nullptr,  // biases, or none
+                   *scale_gate_up = nullptr, *scale_down = nullptr;  // of quantized weights
+  Matrix rows, choice, weight, first, second, first_bias, second_bias, first_scale, second_scale;
+  Options options;  // activation: the place of a name, or the number of what is computed (cutegemm/gating.py)
   int device = 0;
 
   // False where Python must look at them. Leading dimensions are merged.
   bool describe() {
     device = x->device().index();
-    for (const at::Tensor* each : {experts, weights, gate_up, down, of_gate_up, of_down})
+    for (const at::Tensor* each : {experts, weights, gate_up, down, of_gate_up, of_down, scale_gate_up, scale_down})
       if (each && each->device() != x->device()) return false;
     if (x->dim() == 0 || experts->sizes() != weights->sizes() || x->dim() != experts->dim() ||
         x->sizes().slice(0, x->dim() - 1) != experts->sizes().slice(0, x->dim() - 1))
       return false;
+    const auto fits = [](const at::Tensor* tensor, Matrix& matrix) {
+      return tensor == nullptr || cutegemm::describe(*tensor, matrix);
+    };
     return describe_rows(*x, rows) && describe_rows(*experts, choice) && describe_rows(*weights, weight) &&
-           cutegemm::describe(*gate_up, first) && cutegemm::describe(*down, second) && rows.dim == 2 &&
-           choice.dim == 2 && weight.dim == 2 && (!of_gate_up || cutegemm::describe(*of_gate_up, first_bias)) &&
-           (!of_down || cutegemm::describe(*of_down, second_bias));
+           fits(gate_up, first) && fits(down, second) && rows.dim == 2 && choice.dim == 2 && weight.dim == 2 &&
+           fits(of_gate_up, first_bias) && fits(of_down, second_bias) && fits(scale_gate_up, first_scale) &&
+           fits(scale_down, second_scale);
   }
 
   Key key() const {
     Key made;
     made.add(options.activation), made.add(0, device, options);
-    for (const Matrix* each : {&rows, &choice, &weight, &first, &second, &first_bias, &second_bias}) made.add(*each, 15);
+    made.add(rows, scale_gate_up ? 63 : 15);  // as `key_of` of what is quantized
+    for (const Matrix* each : {&choice, &weight, &first, &second, &first_bias, &second_bias}) made.add(*each, 15);
+    for (const Matrix* each : {&first_scale, &second_scale}) made.add(*each, 15);
     return made;
   }
 
-  bool records() const { return !nothing_recorded({x, experts, weights, gate_up, down, of_gate_up, of_down}); }
+  bool records() const {
+    return !nothing_recorded({x, experts, weights, gate_up, down, of_gate_up, of_down, scale_gate_up, scale_down});
+  }
 
   Found compute(at::Tensor& d) const {
     Table<Mixture>::Known known;
@@ -79,21 +91,30 @@ struct ToMix {
     };
     const Matrix of_ends = place_of(ends), of_rows = place_of(token), of_places = place_of(places),
                  of_sorted = place_of(sorted);
-    Matrix tokens = rows;
+    // What a product takes behind its rows.
+    const auto multiply = [&](const ProgramLaunch& product, const Matrix& a, const Matrix& b, const Matrix& bias,
+                              const Matrix& of_a, const Matrix& of_b, Results& made) {
+      return cutegemm::compute(product, device,
+                               {&a, &b, &of_ends, &of_rows, &of_places, &of_sorted, &bias, &of_a, &of_b}, {}, made);
+    };
+    std::optional<Quantized> values, between;
+    Matrix tokens = rows, of_tokens, of_between;
+    if (how.of_tokens && !quantize(*how.of_tokens, how.dtype, rows, start(row_of), values, tokens, of_tokens))
+      return false;
     at::Tensor copies;
     for (const Launch& step : how.spreading) {
-      copies = at::empty({slots, rows.sizes[1]}, x->options().requires_grad(false));
+      const int64_t pitch = values ? values->values.stride(0) : rows.sizes[1];
+      copies = at::empty({slots, pitch}, (values ? values->values : *x).options().requires_grad(false));
+      const void* given = tokens.data;
       tokens = place_of(copies);
-      if (!enqueue(step, device, {rows.data, start(row_of), tokens.data}, {})) return false;
+      if (!enqueue(step, device, {given, start(row_of), tokens.data}, {})) return false;
     }
     Results hidden, result;
-    if (!cutegemm::compute(how.hidden, device,
-                           {&tokens, &first, &of_ends, &of_rows, &of_places, &of_sorted, &first_bias}, {}, hidden))
+    if (!multiply(how.hidden, tokens, first, first_bias, of_tokens, first_scale, hidden)) return false;
+    Matrix of_hidden = place_of(hidden[0]);
+    if (how.of_hidden && !quantize(*how.of_hidden, how.dtype, of_hidden, nullptr, between, of_hidden, of_between))
       return false;
-    const Matrix of_hidden = place_of(hidden[0]);
-    if (!cutegemm::compute(how.result, device,
-                           {&of_hidden, &second, &of_ends, &of_rows, &of_places, &of_sorted, &second_bias}, {}, result))
-      return false;
+    if (!multiply(how.result, of_hidden, second, second_bias, of_between, second_scale, result)) return false;
     at::DimVector shape(x->sizes());
     shape.back() = result[0].size(1);
     const at::Tensor sums = at::empty(shape, result[0].options());
@@ -101,6 +122,18 @@ struct ToMix {
       if (!enqueue(step, device, {start(result[0]), start(row_of), start(sums)}, {})) return false;
     d = sums;
     return true;
+  }
+
+  // The values and scales of some rows. row_of: of each slot its row, if the results are those of all slots.
+  bool quantize(
+      const Quantization& how, at::ScalarType dtype, const Matrix& given, const void* row_of,
+      std::optional<Quantized>& made, Matrix& values, Matrix& scales) const {
+    ToQuantize of;
+    of.x = given, of.dtype = dtype, of.device = device;
+    made.emplace(how, of, nullptr);
+    values = {}, scales = {};
+    values.data = made->values.const_data_ptr(), scales.data = made->scales.const_data_ptr();
+    return made->launch(how, of, row_of);
   }
 };
 
@@ -137,18 +170,19 @@ inline at::Tensor moe_recorded(
   return moe_by_operator({&keys}, x, experts, weights, gate_up, down, activation, precision, backend);
 }
 
-// x, experts, weights, gate_up, down, bias of gate_up, bias of down, activation, precision, backend
-constexpr Py_ssize_t TO_MIX = 10;
+// x, experts, weights, gate_up, down, their biases, their scales, activation, precision, backend
+constexpr Py_ssize_t TO_MIX = 12;
 
 inline bool read(PyObject* const* args, ToMix& of) {
-  const at::Tensor** tensors[] = {&of.x, &of.experts, &of.weights, &of.gate_up, &of.down, &of.of_gate_up, &of.of_down};
+  const at::Tensor** tensors[] = {&of.x,          &of.experts, &of.weights,       &of.gate_up,   &of.down,
+                                  &of.of_gate_up, &of.of_down, &of.scale_gate_up, &of.scale_down};
   for (size_t i = 0; i < std::size(tensors); ++i)
     if (!read_tensor(args[i], *tensors[i]) || (i < 5 && !*tensors[i])) return false;
-  if (PyLong_CheckExact(args[7]))
-    of.options.activation = static_cast<int>(PyLong_AsLong(args[7]));
-  else if (!read_name(args[7], activations, of.options.activation))
+  if (PyLong_CheckExact(args[9]))
+    of.options.activation = static_cast<int>(PyLong_AsLong(args[9]));
+  else if (!read_name(args[9], activations, of.options.activation))
     return false;
-  return read_how(args + 8, 2, of.options) && of.describe();
+  return read_how(args + 10, 2, of.options) && of.describe();
 }
 
 // mixture(<as above>) -> the mixture
@@ -161,7 +195,8 @@ inline PyObject* mixture(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // install_mixture(<as above>, how): how is None, or (launchers that sort, number of counts, launchers that copy, both
-// products as `read_program` has them, launchers that add up).
+// products as `read_program` has them, launchers that add up, quantizing). quantizing: None, or how x and the hidden
+// rows are quantized, each as `read_quantization` has it, and the dtype of their values.
 inline PyObject* install_mixture(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   ToMix of;
@@ -169,15 +204,26 @@ inline PyObject* install_mixture(PyObject*, PyObject* const* args, Py_ssize_t co
   std::shared_ptr<Mixture> known;
   if (args[TO_MIX] != Py_None) {
     known = std::make_shared<Mixture>();
-    PyObject *steps = nullptr, *spreading = nullptr, *hidden = nullptr, *result = nullptr, *adding = nullptr;
+    PyObject *steps = nullptr, *spreading = nullptr, *hidden = nullptr, *result = nullptr, *adding = nullptr,
+             *quantizing = nullptr;
     long long counts = 0;
-    if (!PyArg_ParseTuple(args[TO_MIX], "O!LO!OOO!", &PyTuple_Type, &steps, &counts, &PyTuple_Type, &spreading, &hidden,
-                          &result, &PyTuple_Type, &adding))
+    if (!PyArg_ParseTuple(args[TO_MIX], "O!LO!OOO!O", &PyTuple_Type, &steps, &counts, &PyTuple_Type, &spreading,
+                          &hidden, &result, &PyTuple_Type, &adding, &quantizing))
       throw_python_error();
     read_launches(steps, known->sorting), read_launches(spreading, known->spreading);
     read_launches(adding, known->adding);
     known->counts = counts;
     read_program(hidden, known->hidden), read_program(result, known->result);
+    if (quantizing != Py_None) {
+      PyObject *of_tokens = nullptr, *of_hidden = nullptr, *dtype = nullptr;
+      int number = -1;
+      if (!PyArg_ParseTuple(quantizing, "OOO", &of_tokens, &of_hidden, &dtype)) throw_python_error();
+      TORCH_CHECK(read_dtype(dtype, number) && number >= 0, "cutegemm: expected a torch.dtype");
+      known->dtype = static_cast<at::ScalarType>(number);
+      read_quantization(of_tokens, known->of_tokens.emplace());
+      read_quantization(of_hidden, known->of_hidden.emplace());
+      TORCH_CHECK(known->of_tokens->scales && known->of_hidden->scales, "cutegemm: expected new scales");
+    }
   }
   table_of<Mixture>().put(of.key(), std::move(known));
   Py_RETURN_TRUE;

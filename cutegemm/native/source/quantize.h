@@ -7,7 +7,8 @@
 
 namespace cutegemm {
 
-// The launches of a call, in order. Each takes the addresses of x, values, scales and of the maxima that they exchange.
+// The launches of a call, in order. Each takes the addresses of x, values, scales and of the maxima that they exchange,
+// or in their place of the rows that the values go to.
 struct Quantization {
   std::vector<Launch> steps;
   std::vector<int64_t> shape, strides;         // of the values
@@ -56,11 +57,13 @@ struct Quantized {
       : values(at::empty_strided(how.shape, how.strides, options(of).dtype(of.dtype))),
         scales(given ? *given : at::empty(*how.scales, options(of))) {}
 
-  // Enqueues the launches; false where Python must.
-  bool launch(const Quantization& how, const ToQuantize& of) {
+  // Enqueues the launches; false where Python must. between: the fourth address of one that exchanges no maxima.
+  bool launch(const Quantization& how, const ToQuantize& of, const void* between = nullptr) {
     at::Tensor maxima;
-    if (how.maxima != 0) maxima = at::empty({how.maxima}, options(of));
-    const void* between = how.maxima != 0 ? maxima.const_data_ptr() : nullptr;
+    if (how.maxima != 0) {
+      maxima = at::empty({how.maxima}, options(of));
+      between = maxima.const_data_ptr();
+    }
     for (const Launch& step : how.steps)
       if (!enqueue(step, of.device, {of.x.data, values.const_data_ptr(), scales.const_data_ptr(), between}, {}))
         return false;

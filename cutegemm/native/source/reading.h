@@ -1,7 +1,7 @@
 // What Python passes to the functions of this module.
 #pragma once
 
-#include "programs.h"
+#include "quantize.h"
 
 namespace cutegemm {
 
@@ -134,6 +134,17 @@ inline void read_program(PyObject* fields, ProgramLaunch& program) {
     result.shape = numbers_of(shape), result.dtype = static_cast<at::ScalarType>(dtype);
     return true;
   });
+}
+
+// (launchers, shape and strides of the values, shape of the scales or None, number of maxima)
+inline void read_quantization(PyObject* fields, Quantization& made) {
+  PyObject *steps = nullptr, *shape = nullptr, *strides = nullptr, *scales = nullptr;
+  long long maxima = 0;
+  if (!PyArg_ParseTuple(fields, "O!OOOL", &PyTuple_Type, &steps, &shape, &strides, &scales, &maxima))
+    throw_python_error();
+  read_launches(steps, made.steps);
+  made.shape = numbers_of(shape), made.strides = numbers_of(strides), made.maxima = maxima;
+  if (scales != Py_None) made.scales = numbers_of(scales);
 }
 
 inline Names names_of(PyObject* tuple) {

@@ -15,7 +15,7 @@ namespace cutegemm {
 struct Key {
   int count = 0;
   uint64_t hash = 1469598103934665603u;
-  std::array<int64_t, 48> words;  // written up to `count`
+  std::array<int64_t, 64> words;  // written up to `count`
 
   void add(int64_t word) {
     words[count++] = word;

@@ -1,0 +1,123 @@
+"""How the experts of a quantized mixture are computed: the calls of one forward pass of `nn.Fp8MoE`, as `mixing` has
+those of `moe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from cutegemm import gating
+from cutegemm.grouped import grouped_gemm
+from cutegemm.mixing import adding_of, first_places, sorting_of
+from cutegemm.problem.grouped_request import Sizes
+from cutegemm.pytorch import grouped_scaled, quantize_spread
+from cutegemm.pytorch.combining import combine
+from cutegemm.pytorch.grouped_scaled import Scaling
+from cutegemm.pytorch.program_operator import program_of
+from cutegemm.quantize import quantize
+from cutegemm.run import grouped
+from cutegemm.run.routing import Routing
+
+
+class Experts(NamedTuple):
+    """The tensors of the experts: quantized weights (E, 2 F, H) and (E, H_out, F), biases or None, and scales."""
+
+    gate_up: Any
+    down: Any
+    b_gate_up: Any
+    b_down: Any
+    s_gate_up: Any
+    s_down: Any
+
+    @property
+    def factors(self) -> tuple[tuple[Any, Any], ...]:
+        """Of each product its second operand, (E, K, N), and the scales of that."""
+        given = (self.gate_up, self.s_gate_up), (self.down, self.s_down)
+        return tuple((weight.mT, scale.mT if scale.dim() else scale) for weight, scale in given)
+
+
+class Settings(NamedTuple):
+    """What one call computes, besides its tensors.
+
+    first, second: the texts of the two products' programs (`gating.texts`). interleaved: whether gate and up take
+    turns. dtype: of the values of x and of the hidden layer. kinds: what shares a scale of them, and of each weight.
+    """
+
+    first: str
+    second: str
+    interleaved: bool
+    dtype: torch.dtype
+    kinds: tuple[str, str, str]
+    precision: str | None
+    backend: str
+
+    def composed(self, route: Routing, x: Any, top_k: int, experts: Experts) -> torch.Tensor:
+        """(tokens, H_out) of x, (tokens, H), in x's dtype."""
+        operands = self._operands(route.weights, experts)
+        given = quantize_spread.quantized(x, route.rows, route.row_of, top_k, self.dtype, self.kinds[0], self.backend)
+        for number, text in enumerate((self.first, self.second)):
+            if number:
+                given = quantize(given, self.dtype, self.kinds[0])
+            given = self._product(given, experts, number, text, operands[number], route.ends, x.dtype)
+        return combine(given, route.row_of, top_k, self.backend)
+
+    def _operands(self, weights: Any, experts: Experts) -> tuple[list[Any], list[Any]]:
+        """Those of the two programs, without scales."""
+        first = gating.first_operands(weights, experts.b_gate_up, self.interleaved)
+        return first, gating.second_operands(weights, experts.b_down)
+
+    def _product(
+        self, given: tuple[Any, Any], experts: Experts, number: int, text: str, operands: Sequence[Any], ends: Any,
+        out_dtype: torch.dtype,
+    ) -> Any:  # fmt: skip
+        """Quantized rows, (values, scales), times the weights of that number, by the program of that text."""
+        (values, scale), (b, of_b), kinds = given, experts.factors[number], (self.kinds[0], self.kinds[1 + number])
+        options: dict[str, Any] = {"precision": self.precision, "backend": self.backend, "config": None}
+        if torch.compiler.is_dynamo_compiling():
+            scales = Scaling(scale, of_b, kinds)
+            return grouped_scaled.by_operator(values, b, Sizes(ends), text, operands, scales, None, out_dtype, options)
+        return grouped_gemm(
+            values, b, ends, epilogue=program_of(text), operands=operands, out_dtype=out_dtype, scale_a=scale,
+            scale_b=of_b, scaling=kinds, **options,
+        )  # fmt: skip
+
+    def launches(self, chosen: Any, weights: Any, x: Any, experts: Experts) -> tuple[Any, ...] | None:
+        """As `mixing.Settings.launches`, of a call that was `composed`."""
+        from cutegemm.run import quantize_kernels
+
+        sorting = sorting_of(chosen, weights, experts.gate_up.shape[0], self.backend)
+        spreading = quantize_spread.launches(x, chosen.shape[1], self.dtype, self.kinds[0])
+        if sorting is None or spreading is None:
+            return None
+        of_tokens, copying, given = spreading
+        slots, ends = chosen.numel(), torch.empty(len(experts.gate_up), dtype=torch.int32, device=x.device)
+        operands = self._operands(torch.empty((slots, 1), dtype=weights.dtype, device=x.device), experts)
+        of_first = first_places(experts.b_gate_up, operands[0])
+        hidden = self._launch(given, experts, 0, self.first, operands[0], of_first, ends, x.dtype)
+        h = torch.empty((slots, experts.down.shape[2]), dtype=x.dtype, device=x.device)
+        given = quantize_spread.results(h, slots, self.dtype, self.kinds[0])
+        of_hidden = quantize_kernels.told(quantize_spread.plan_of(h, *given, self.kinds[0]), *given)
+        of_second = [(5, 0), (6, 0)][: len(operands[1])]
+        result = self._launch(given, experts, 1, self.second, operands[1], of_second, ends, x.dtype)
+        adding = adding_of(slots, experts.down.shape[1], x, chosen.shape[1])
+        how = *sorting, copying, hidden, result, adding
+        return None if None in (*how, of_hidden) else (*how, (of_tokens, of_hidden, self.dtype))
+
+    def _launch(
+        self, given: tuple[Any, Any], experts: Experts, number: int, text: str, operands: Sequence[Any],
+        places: Sequence[tuple[int, int]], ends: Any, out_dtype: torch.dtype,
+    ) -> tuple[Any, ...] | None:  # fmt: skip
+        """Of a product: of the tensors given to it the scales of the rows are number 7, those of the weights 8."""
+        (values, scale), (b, of_b), kinds = given, experts.factors[number], (self.kinds[0], self.kinds[1 + number])
+        sizes, scales = Sizes(ends), Scaling(scale, of_b, kinds)
+        program, all_operands, out_dtype = grouped_scaled.arguments(
+            values, b, sizes, program_of(text), operands, scales, None, out_dtype, self.precision, self.backend
+        )
+        of_b, *others = all_operands[len(operands) + 1 :]
+        offsets = [0, *(each.data_ptr() - of_b.data_ptr() for each in others)]
+        places = *places, (7, 0), *((8, offset) for offset in offsets)
+        by = self.precision, self.backend
+        return grouped.launch_of(values, b, sizes, program, all_operands, *by, ((2, 0),), places, 9, out_dtype)

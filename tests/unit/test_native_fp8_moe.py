@@ -1,0 +1,227 @@
+"""The C++ part for `nn.Fp8MoE`: it launches what Python launches, and leaves it the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import cutegemm
+from cutegemm import native
+from cutegemm.nn import Fp8MoE
+from tests.native_cases import (
+    assert_each_has_a_launch_of_its_own,
+    assert_same_outcome,
+    autocast,
+    both,
+    numbers,
+    refuse_next,
+    served,
+)
+
+pytestmark = pytest.mark.usefixtures("no_native_part")
+
+IN, HIDDEN, OUT, COUNT = 144, 128, 40, 5
+LIMITED = cutegemm.gating.ClampedSwiglu(7.0, 1.702, 1.0)
+EXPERTS = torch.tensor([[0, 4], [4, 2], [-1, 0], [2, 3], [9, 1], [1, 4]])
+WEIGHTS = torch.rand(6, 2, generator=torch.Generator().manual_seed(1))
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).bfloat16()
+
+
+X, OF_BOTH, OF_DOWN = randn(6, IN), randn(COUNT, 2 * HIDDEN), randn(COUNT, OUT)
+SIZE = torch.arange(1.0, COUNT + 1)[:, None, None].bfloat16() / 8  # the scales of every expert are others
+
+
+def layer(inputs: int = IN, hidden: int = HIDDEN, **options: Any) -> Fp8MoE:
+    gate_up, down = randn(COUNT, 2 * hidden, inputs) * SIZE, randn(COUNT, OUT, hidden) * SIZE
+    return Fp8MoE.from_weights(gate_up, down, options.pop("dtype", "fp8"), **options)
+
+
+def call(made: Fp8MoE, x: Any = X, experts: Any = EXPERTS, weights: Any = WEIGHTS) -> Callable[[], Any]:
+    return torch.no_grad()(lambda: made(x, experts, weights))
+
+
+ROUTED = Fp8MoE(IN, HIDDEN, COUNT, 2)
+FORMS = {
+    "rows": {}, "blocks": {"scaling": "blocks"}, "tensor": {"scaling": "tensor"},
+    "blocks of x, rows of the weights": {"scaling": ("blocks", "rows")},
+    "one of x, rows of the weights": {"scaling": ("tensor", "rows")},
+    "int8": {"dtype": "int8"}, "e5m2": {"dtype": torch.float8_e5m2}, "fast": {"accumulate": "fast"},
+    "another activation": {"activation": "relu"}, "by name of the backend": {"backend": "cute"},
+    "biases": {"b_gate_up": OF_BOTH, "b_down": OF_DOWN},
+    "a bias behind the second product": {"b_down": OF_DOWN.float()},
+    "gate and up in turn": {"interleaved": True},
+    "gate and up in turn, blocks": {"interleaved": True, "scaling": "blocks"},
+    "as gpt-oss's": {"b_gate_up": OF_BOTH, "b_down": OF_DOWN, "interleaved": True, "activation": LIMITED},
+    "a function": {"activation": lambda gate, up: cutegemm.ops.tanh(gate) + up},
+    "rows that are padded": {"inputs": 150, "hidden": 136},
+    "one of rows that are padded": {"inputs": 150, "hidden": 136, "scaling": "tensor"},
+}  # fmt: skip
+LAYERS = {name: layer(**options) for name, options in FORMS.items()}  # type: ignore[arg-type]
+ROWS, TENSOR = LAYERS["rows"], LAYERS["tensor"]
+SERVED = {name: call(made, randn(6, made.gate_up_proj.shape[2])) for name, made in LAYERS.items()} | {
+    "int32, weights in bf16": call(ROWS, X, EXPERTS.int(), WEIGHTS.bfloat16()),
+    "one choice": call(ROWS, X, EXPERTS[:, :1], WEIGHTS[:, :1]),
+    "twelve choices, one scale": call(TENSOR, X, EXPERTS.repeat(1, 6), WEIGHTS.repeat(1, 6)),
+    "one token": call(ROWS, X[:1], EXPERTS[:1], WEIGHTS[:1]),
+    "three dimensions": call(ROWS, X.view(2, 3, IN), EXPERTS.view(2, 3, 2), WEIGHTS.view(2, 3, 2)),
+    "a vector": call(ROWS, X[0], EXPERTS[0], WEIGHTS[0]),
+    "rows that are apart": call(ROWS, randn(6, 200)[:, :IN]),
+    "rows that begin elsewhere": call(ROWS, randn(6 * IN + 8)[8:].view(6, IN)),
+    "fp16": call(ROWS, X.half()), "fp32": call(ROWS, X.float()),
+    "fp32, blocks": call(LAYERS["blocks"], X.float()),
+    "its own router": torch.no_grad()(lambda: ROUTED(X.float())),
+    "inference mode": torch.inference_mode()(lambda: ROWS(X, EXPERTS, WEIGHTS)),
+    "nothing that requires grad": lambda: ROWS(X, EXPERTS, WEIGHTS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_calls_are_launched_from_cpp_as_python_launches_them(name):
+    (expected, by_python), (found, by_cpp) = both(SERVED[name])
+    assert {by for by, _ in by_python} == {"Python"}
+    assert {by for by, _ in by_cpp} == {"C++"}
+    for x, y in zip(expected, found, strict=True):
+        assert (x.dtype, x.shape, x.stride()) == (y.dtype, y.shape, y.stride())
+        assert torch.equal(x, y)
+    # All but the addresses, of which those of new tensors differ.
+    for (_, one), (_, other) in zip(by_python, by_cpp, strict=True):
+        assert [x for x in one if x < 2**32] == [x for x in other if x < 2**32]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_stand_ins_compute_the_layer(name):
+    """So that the scales and biases of each expert are told to lie where they lie."""
+    x = randn(6, LAYERS[name].gate_up_proj.shape[2])
+    want = call(layer(**FORMS[name] | {"backend": "torch"}), x)()
+    with served(in_cpp=True):
+        for _ in range(2):
+            found = SERVED[name]()
+    size = want.float().abs().max().item()
+    torch.testing.assert_close(found, want, rtol=0.02, atol=0.01 * size)
+    assert size > 0.1
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+OTHERS = {
+    "no token": call(ROWS, X[:0], EXPERTS[:0], WEIGHTS[:0]),
+    "columns that are neighbours": call(ROWS, randn(IN, 6).t()),
+    "eleven choices": call(ROWS, X, EXPERTS.repeat(1, 6)[:, :11], WEIGHTS.repeat(1, 6)[:, :11]),
+    "torch's backend": call(layer(backend="torch")),
+    "autocast": lambda: autocast(call(ROWS, X.float())),
+    "an input that requires grad": lambda: ROWS(X.clone().requires_grad_(), EXPERTS, WEIGHTS),
+    "weights that require grad": lambda: ROWS(X, EXPERTS, WEIGHTS.clone().requires_grad_()),
+    "a subclass": call(ROWS, X.as_subclass(Subclass)),
+    "a negative view": call(ROWS, torch._neg_view(X)),
+    "a router that trains": lambda: ROUTED(X.float()),
+    "experts alone": lambda: ROWS(X, EXPERTS),
+    "nobody chooses": lambda: ROWS(X),
+    "experts of other tokens": call(ROWS, X, EXPERTS[:5]),
+    "weights of other choices": call(ROWS, X, EXPERTS, WEIGHTS[:, :1]),
+    "weights that are no tensor": call(ROWS, X, EXPERTS, [1.0]),
+    "weights in fp64": call(ROWS, X, EXPERTS, WEIGHTS.double()),
+    "experts in fp32": call(ROWS, X, EXPERTS.float()),
+    "x of another width": call(ROWS, X[:, :32]),
+    "x in int32": call(ROWS, X.int()),
+    "tokens that are apart": call(
+        ROWS, randn(2, 6, IN)[:, :3], EXPERTS.view(2, 3, 2), WEIGHTS.view(2, 3, 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_results_and_errors_are_those_of_python(name):
+    assert_same_outcome(OTHERS[name])
+
+
+def test_calls_with_one_key_launch_one_kernel():
+    assert_each_has_a_launch_of_its_own([SERVED[name] for name in SERVED if name != "its own router"])
+
+
+@pytest.mark.parametrize("failing", range(6))
+def test_a_launch_that_fails_is_left_to_python(failing):
+    with served(in_cpp=True) as launched:
+        expected = [SERVED["rows"]() for _ in range(2)][-1]
+        launched.clear()
+        refuse_next.extend([-1, *[0] * failing])
+        assert torch.equal(SERVED["rows"](), expected)
+        assert {each.by for each in launched} == {"C++", "Python"}
+
+
+def test_a_state_with_other_scales_is_another_call():
+    made, other = layer(), layer(scaling="blocks")
+    with served(in_cpp=False):
+        want = [call(each)() for each in (made, other)]
+    with served(in_cpp=True):
+        for _ in range(2):
+            assert torch.equal(call(made)(), want[0])
+        made.load_state_dict(other.state_dict())
+        mixed = call(made)()
+        for _ in range(2):
+            assert torch.equal(call(made)(), mixed)
+    assert not torch.equal(mixed, want[0])
+    with served(in_cpp=False):
+        assert torch.equal(call(made)(), mixed)
+
+
+def test_layers_of_one_form_share_what_is_known_and_have_their_own_weights():
+    first, second = layer(), layer()
+    with torch.no_grad():
+        second.down_proj_scale.mul_(2)
+    with served(in_cpp=True) as launched:
+        for _ in range(2):
+            want = call(first)()
+        launched.clear()
+        found = call(second)()
+        assert {each.by for each in launched} == {"C++"}
+    torch.testing.assert_close(found, 2 * want, rtol=0.01, atol=0.0)
+
+
+def test_a_function_that_reads_something_else_is_another_form():
+    limit = 1.0
+
+    def limited(gate, up):
+        return cutegemm.ops.minimum(gate, limit) * up
+
+    made, found = layer(activation=limited), []
+    for in_cpp in (False, True):
+        with served(in_cpp=in_cpp):
+            for value in (0.25, 0.25, 2.0, 2.0, 0.25):
+                limit = value
+                found.append(call(made)())
+    assert all(map(torch.equal, found[:5], found[5:]))
+    assert torch.equal(found[0], found[4])
+    assert not torch.equal(found[0], found[2])
+
+
+def test_what_records_gradients_is_left_to_python():
+    with served(in_cpp=True):
+        for _ in range(2):
+            SERVED["rows"]()
+        given = ROWS._asked(X, EXPERTS, WEIGHTS, ROWS._computed(WEIGHTS))
+        assert isinstance(native.mixture(*given), torch.Tensor)
+        for place in (0, 2, 7, 8):
+            recorded = [each.clone().requires_grad_() if i == place else each for i, each in enumerate(given)]
+            assert native.mixture(*recorded) is None
+            with torch.no_grad():
+                assert isinstance(native.mixture(*recorded), torch.Tensor)
+
+
+def test_a_plain_mixture_of_the_same_tensors_is_another_call():
+    """Without scales the numbers of experts are those of `moe`."""
+    gate_up, down = numbers(COUNT, 64, 64), numbers(COUNT, 16, 32)
+    x = numbers(6, 64)
+    made = Fp8MoE.from_weights(gate_up, down)
+    with served(in_cpp=True):
+        for _ in range(2):
+            plain, quantized = cutegemm.moe(x, EXPERTS, WEIGHTS, gate_up, down), call(made, x)()
+    with served(in_cpp=False):
+        assert torch.equal(plain, cutegemm.moe(x, EXPERTS, WEIGHTS, gate_up, down))
+        assert torch.equal(quantized, call(made, x)())

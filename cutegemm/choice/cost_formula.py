@@ -10,6 +10,8 @@ LARGE_GROUP = SKEW * SMALL_SHARE
 """From so many rows (or columns) a group on, its last tile is taken to be half full."""
 BEYOND, BEYOND_FITTED = 0.5, 0.1
 """Tiles that a large group counts beyond its rows divided by those of a tile; the second with option `fit`."""
+NARROWEST = 0.6
+"""What a tile with option `fit` counts at least: its narrowest one has more than half of its columns, in sixteens."""
 
 
 def tiles_seconds(
@@ -64,6 +66,9 @@ def tiles_along(extent: int, tile: int, more: float) -> float:
     if more and extent >= LARGE_GROUP:
         found = extent / tile + more
         if tile > extent:
+            if more == BEYOND_FITTED:
+                found -= 0.5 * more
+                return found if found > NARROWEST else NARROWEST
             found = 0.5 + 0.5 * found if found > 1 else 1.0
         return found
     return -(-extent // tile)

@@ -34,16 +34,18 @@ def test_large_groups_take_stream_k_in_tall_bands():
 @pytest.mark.parametrize(
     ("rows", "groups", "n", "k", "work", "tile"),
     [
-        (2048, 8, 4096, 14336, "ragged_m", "256x176x64/coop2/c2x1"),
-        (2048, 8, 4096, 14336, "scattered_m", "256x160x64/coop2/c2x1"),
-        (4096, 8, 4096, 14336, "ragged_m", "256x128x64/coop2/c2x1"),
-        (1024, 16, 21504, 6144, "ragged_m", "256x96x64/coop2/c2x1"),
+        (1280, 8, 4096, 14336, "ragged_m", "256x176x64/coop2/c2x1/s4"),
+        (2048, 8, 4096, 14336, "ragged_m", "256x160x64/coop2/c1x2/s4"),
+        (2048, 8, 4096, 14336, "scattered_m", "256x160x64/coop2/c1x2/s4"),
+        (4096, 8, 4096, 14336, "ragged_m", "256x128x64/coop2/c2x1/s4"),
+        (65536, 128, 2048, 768, "ragged_m", "128x192x64/pp/c2x1/s5"),
+        (1024, 16, 21504, 6144, "ragged_m", "256x96x64/coop2/c2x1/s4"),
     ],
 )
 def test_groups_of_some_hundred_rows_take_tiles_that_fit_them(rows, groups, n, k, work, tile):
     """docs/grouped_measured.md#tiles-that-fit-a-group"""
     found = config(Problem.of(rows, n, k, "bf16", batch=groups, work=work))
-    assert str(found).startswith(f"sm90/{tile}/s4/serp8/swap/zig/")
+    assert str(found).startswith(f"sm90/{tile}/serp8/swap/zig/")
     assert found.fits
 
 

@@ -75,6 +75,7 @@ FITTED_ROWS: Mapping[int, tuple[str, ...]] = {
     512: (
         "sm90/256x128x64/coop2/c2x1/s4/serp8/swap/zig/streamk/fit/pdl",
         "sm90/256x160x64/coop2/c1x2/s4/serp8/swap/zig/streamk/fit/pdl",
+        "sm90/128x192x64/pp/c2x1/s5/serp8/swap/zig/fit/pdl",
     ),
 }
 """In the shortlists of groups of so many rows, rounded up to a power of two: tiles that divide a group evenly

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,6 +22,14 @@ from cutegemm.run import grouped, routing
 from cutegemm.run.routing import Routing
 
 
+def carried(*computed: Any) -> str:
+    """What is computed, as torch.ops.cutegemm.moe carries it: a text of numbers and texts."""
+    return json.dumps([str(each) if isinstance(each, torch.dtype) else each for each in computed])
+
+
+carried._dynamo_marked_constant = True  # type: ignore[attr-defined]  # dynamo need not look at how the text is made
+
+
 class Settings(NamedTuple):
     """What one call computes, besides its tensors.
 
@@ -33,6 +42,11 @@ class Settings(NamedTuple):
     interleaved: bool
     precision: str | None
     backend: str
+
+    @property
+    def text(self) -> str:
+        """As an operator carries it."""
+        return carried(self.first, self.second, self.interleaved)
 
     def product(
         self, a: Any, b: Any, ends: Any, *, text: str = PRODUCT, operands: Any = (), rows: Any = None, out: Any = None

@@ -116,12 +116,17 @@ def moe(
     recorded = torch.is_grad_enabled() and any(each.requires_grad for each in given)
     beyond = _is_beyond(experts, *given)
     if plain and not (beyond or recorded) and torch.compiler.is_dynamo_compiling():
-        made: torch.Tensor = torch.ops.cutegemm.moe(
+        of_name: torch.Tensor = torch.ops.cutegemm.moe(
             x, experts, weights, w_gate_up, w_down, activation, precision, backend
         )
-        return made
+        return of_name
     settings = Settings(*(texts or gating.texts(form, weights, *biases)), interleaved, precision, backend)
-    if not (beyond or recorded or torch.compiler.is_dynamo_compiling()):
+    if not (beyond or recorded) and torch.compiler.is_dynamo_compiling():
+        of_texts: torch.Tensor = torch.ops.cutegemm.moe(
+            x, experts, weights, w_gate_up, w_down, "silu", precision, backend, *biases, None, None, settings.text
+        )
+        return of_texts
+    if not (beyond or recorded):
         told = (number, precision, backend) if tell else None
         return unrecorded(x, experts, weights, w_gate_up, w_down, *biases, settings, told)
     groups, (tokens, chosen, scales) = w_gate_up.shape[0], by_tokens(x, experts, weights)

@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cutegemm import gating
+from cutegemm import gating, native
 from cutegemm.grouped import grouped_gemm
-from cutegemm.mixing import adding_of, first_places, sorting_of
+from cutegemm.mixing import adding_of, by_tokens, carried, first_places, sorting_of
 from cutegemm.problem.grouped_request import Sizes
 from cutegemm.pytorch import grouped_scaled, quantize_spread
 from cutegemm.pytorch.combining import combine
 from cutegemm.pytorch.grouped_scaled import Scaling
 from cutegemm.pytorch.program_operator import program_of
 from cutegemm.quantize import quantize
-from cutegemm.run import grouped
+from cutegemm.run import fused, grouped, routing
 from cutegemm.run.routing import Routing
 
 
@@ -54,6 +54,11 @@ class Settings(NamedTuple):
     precision: str | None
     backend: str
 
+    @property
+    def text(self) -> str:
+        """As an operator carries it."""
+        return carried(self.first, self.second, self.interleaved, self.dtype, *self.kinds)
+
     def composed(self, route: Routing, x: Any, top_k: int, experts: Experts) -> torch.Tensor:
         """(tokens, H_out) of x, (tokens, H), in x's dtype."""
         operands = self._operands(route.weights, experts)
@@ -75,13 +80,9 @@ class Settings(NamedTuple):
     ) -> Any:  # fmt: skip
         """Quantized rows, (values, scales), times the weights of that number, by the program of that text."""
         (values, scale), (b, of_b), kinds = given, experts.factors[number], (self.kinds[0], self.kinds[1 + number])
-        options: dict[str, Any] = {"precision": self.precision, "backend": self.backend, "config": None}
-        if torch.compiler.is_dynamo_compiling():
-            scales = Scaling(scale, of_b, kinds)
-            return grouped_scaled.by_operator(values, b, Sizes(ends), text, operands, scales, None, out_dtype, options)
         return grouped_gemm(
             values, b, ends, epilogue=program_of(text), operands=operands, out_dtype=out_dtype, scale_a=scale,
-            scale_b=of_b, scaling=kinds, **options,
+            scale_b=of_b, scaling=kinds, precision=self.precision, backend=self.backend,
         )  # fmt: skip
 
     def launches(self, chosen: Any, weights: Any, x: Any, experts: Experts) -> tuple[Any, ...] | None:
@@ -121,3 +122,18 @@ class Settings(NamedTuple):
         places = *places, (7, 0), *((8, offset) for offset in offsets)
         by = self.precision, self.backend
         return grouped.launch_of(values, b, sizes, program, all_operands, *by, ((2, 0),), places, 9, out_dtype)
+
+
+def unrecorded(
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, own: Experts, settings: Settings,
+    told: tuple[Any, ...] | None,
+) -> torch.Tensor:  # fmt: skip
+    """The mixture of plain tensors, without gradients: (..., H_out). told: as of `moe.unrecorded`."""
+    tokens, chosen, shares = by_tokens(x, experts, weights)
+    route = routing.route(chosen, shares.detach(), own.gate_up.shape[0], settings.backend)
+    rows = settings.composed(route, tokens, chosen.shape[1], own)
+    if told is not None:
+        with fused.planning():
+            how = settings.launches(chosen, shares, tokens, own)
+            native.install_mixture((x, experts, weights, *own, *told), how)
+    return rows.view(*x.shape[:-1], rows.shape[1])

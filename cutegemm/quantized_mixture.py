@@ -16,19 +16,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cutegemm import gating, native, replacing
-from cutegemm.mixing import by_tokens, routed
+from cutegemm import gating, native, quantized_mixing, replacing
 from cutegemm.moe_arguments import check_chosen, check_types
 from cutegemm.problem import request
 from cutegemm.problem.grouped_request import MOST_GROUPS
 from cutegemm.problem.quantization import ACCEPTED_INPUTS, BLOCK, FORMATS, INPUTS
 from cutegemm.pytorch import autocast
+from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.pytorch.sharded import is_distributed
 from cutegemm.quantized_linear import Settings, check_one, check_pair, default_dtype, keeping, padded, quantized
 from cutegemm.quantized_mixing import Experts
 from cutegemm.quantized_mixing import Settings as Computed
 from cutegemm.router import as_used, check_fit, choose, shown, sized
-from cutegemm.run import fused
 
 NAMES = ("gate_up_proj", "down_proj")
 SCALE_ENDINGS = ("_scale", "_scale_inv")
@@ -166,19 +165,16 @@ class Fp8MoE(replacing.Translating):
         # Autocast has had its say: it would cast values of 8 bits as it casts other numbers.
         without = torch.autocast(kind, enabled=False) if by_autocast else contextlib.nullcontext()
         with torch.no_grad(), without:
-            return self._mixture(input, chosen, shares, computed, tell)
-
-    def _mixture(self, input: Any, experts: Any, weights: Any, computed: Computed | None, tell: bool) -> torch.Tensor:
-        tokens, chosen, shares = by_tokens(input, experts, weights)
-        settings, own = computed or self._computed(weights), self._experts
-        assert settings is not None
-        route = routed(chosen, shares, self.num_experts, settings.backend)
-        rows = settings.composed(route, tokens, chosen.shape[1], own)
-        if tell:
-            with fused.planning():
-                how = settings.launches(chosen, shares, tokens, own)
-                native.install_mixture(self._asked(input, experts, weights, settings), how)
-        return rows.view(*input.shape[:-1], rows.shape[1])
+            computed = computed or self._computed(shares)
+            assert computed is not None
+            own, by = self._experts, (computed.precision, computed.backend)
+            if torch.compiler.is_dynamo_compiling() or is_beyond_autograd(input, chosen, shares):
+                made: torch.Tensor = torch.ops.cutegemm.moe(
+                    input, chosen, shares, own.gate_up, own.down, "silu", *by, *own[2:], computed.text
+                )
+                return made
+            told = (gating.number_of(computed), *by) if tell else None
+            return quantized_mixing.unrecorded(input, chosen, shares, own, computed, told)
 
     @property
     def _experts(self) -> Experts:

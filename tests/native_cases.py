@@ -353,6 +353,30 @@ def assert_each_has_a_launch_of_its_own(calls: Sequence[Callable[[], Any]]) -> N
     assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
 
 
+def assert_compiled_to_one_operator(layer: torch.nn.Module, given: tuple[Any, ...], operator: Any) -> None:
+    """Of torch.compile's graph this is the only operator of ours, which C++ launches; results stay what they are."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        with served(in_cpp=False) as launched:
+            expected = layer(*given)
+            count = len(launched)
+            compiled = torch.compile(layer, backend=backend, fullgraph=True)
+            assert torch.equal(compiled(*given), expected)
+        with served(in_cpp=True) as launched:
+            for _ in range(3):
+                launched.clear()
+                assert torch.equal(compiled(*given), expected)
+            assert [each.by for each in launched] == ["C++"] * count
+    (targets,) = graphs
+    assert [getattr(each, "overloadpacket", each) for each in targets if "cutegemm" in str(each)] == [operator]
+
+
 A, B = numbers(24, 40), numbers(40, 16)
 W, BIAS, C = numbers(16, 40), numbers(16), numbers(24, 16)
 OUT = torch.empty(24, 16, dtype=BF16)

@@ -1,7 +1,6 @@
 """The rows of a mixture's tokens quantized once, and written with their scales to the places of all their experts.
 
-By one launch of the kernel of `cute.quantize` where that can be, else by `quantize` and copies of rows. torch.compile
-sees torch.ops.cutegemm.quantize_spread.
+By one launch of the kernel of `cute.quantize` where that can be, else by `quantize` and copies of rows.
 """
 
 from __future__ import annotations
@@ -10,13 +9,10 @@ from typing import Any
 
 import torch
 
-from cutegemm import backend as backends
 from cutegemm.problem import quantization_request
 from cutegemm.problem.packing import as_bits
 from cutegemm.problem.quantization import PITCH, new_values
 from cutegemm.pytorch import combining
-from cutegemm.pytorch.dispatch import is_beyond_autograd
-from cutegemm.pytorch.registering import define
 
 
 def quantized(
@@ -30,11 +26,6 @@ def quantized(
         x: (tokens, K), fp16, bf16 or fp32. token_of: of each place its token, int32. row_of: of each slot = token *
             top_k + choice its place, int32. dtype, scaling, backend: as of `quantize`.
     """
-    if torch.compiler.is_dynamo_compiling() or is_beyond_autograd(x, token_of, row_of):
-        made: tuple[torch.Tensor, torch.Tensor] = torch.ops.cutegemm.quantize_spread(
-            x, token_of, row_of, top_k, dtype, scaling, backend
-        )
-        return made
     by_kernel = combining.by_kernel(x, row_of, backend)
     if by_kernel and _can_spread(x, top_k, dtype, scaling):
         from cutegemm.run import quantize_kernels
@@ -121,28 +112,3 @@ def _copied(
     if rows.shape[1] % PITCH:
         made = torch.nn.functional.pad(made, (0, -rows.shape[1] % PITCH))[:, : rows.shape[1]]
     return made.view(rows.dtype)
-
-
-def _check(x, token_of, row_of, top_k, backend) -> None:
-    """Raises ValueError naming the argument, what was given and what is accepted."""
-    backends.check_name(backend)
-    if x.dim() != 2:
-        raise ValueError(f"x: got shape {tuple(x.shape)}, expected (tokens, K)")
-    combining.check_places(x, token_of, row_of, top_k)
-
-
-def _compute(x, token_of, row_of, top_k, dtype, scaling, backend="auto"):
-    _check(x, token_of, row_of, top_k, backend)
-    return quantized(x, token_of, row_of, top_k, dtype, scaling, backend)
-
-
-def _fake(x, token_of, row_of, top_k, dtype, scaling, backend="auto"):
-    _check(x, token_of, row_of, top_k, backend)
-    return results(x, x.shape[0] * top_k, dtype, scaling)
-
-
-define(
-    "quantize_spread(Tensor x, Tensor token_of, Tensor row_of, SymInt top_k, ScalarType dtype, str scaling, "
-    "str backend='auto') -> (Tensor, Tensor)",
-    _compute, _fake,
-)  # fmt: skip

@@ -99,17 +99,3 @@ def test_rows_that_take_two_launches_and_rows_within_wider_ones(monkeypatch, see
         assert torch.equal(found.view(torch.uint8), values.view(torch.uint8)[token.long()])
         assert torch.equal(of_found, scales[token.long()])
     assert launched == [2]
-
-
-@pytest.mark.parametrize("scaling", ["rows", "blocks", "tensor"])
-def test_the_operator_is_known_to_torch(scaling, seed):
-    x, token_of, row_of = drawn(5, 2, 40, torch.bfloat16, seed)
-    operator = torch.ops.cutegemm.quantize_spread.default
-    torch.library.opcheck(operator, (x, token_of, row_of, 2, torch.int8, scaling))
-    with pytest.raises(ValueError, match=r"x: got shape \(5, 2, 20\), expected \(tokens, K\)"):
-        operator(x.view(5, 2, 20), token_of, row_of, 2, torch.int8, scaling)
-    with pytest.raises(ValueError, match=r"row_of: got torch\.int64 of shape"):
-        operator(x, token_of, row_of.long(), 2, torch.int8, scaling)
-    with pytest.raises(ValueError, match="backend: got 'bogus'"):
-        operator(x, token_of, row_of, 2, torch.int8, scaling, "bogus")
-    torch.library.opcheck(operator, (x[:, :0], token_of, row_of, 2, torch.int8, scaling))

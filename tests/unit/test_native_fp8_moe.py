@@ -12,6 +12,7 @@ import cutegemm
 from cutegemm import native
 from cutegemm.nn import Fp8MoE
 from tests.native_cases import (
+    assert_compiled_to_one_operator,
     assert_each_has_a_launch_of_its_own,
     assert_same_outcome,
     autocast,
@@ -46,6 +47,13 @@ def call(made: Fp8MoE, x: Any = X, experts: Any = EXPERTS, weights: Any = WEIGHT
     return torch.no_grad()(lambda: made(x, experts, weights))
 
 
+def by_operator(made: Fp8MoE, **more: Any) -> torch.Tensor:
+    own = made._experts._asdict() | more
+    computed = made._computed(WEIGHTS).text
+    weights = own.pop("gate_up"), own.pop("down")
+    return torch.ops.cutegemm.moe(X, EXPERTS, WEIGHTS, *weights, **own, computed=computed)
+
+
 ROUTED = Fp8MoE(IN, HIDDEN, COUNT, 2)
 FORMS = {
     "rows": {}, "blocks": {"scaling": "blocks"}, "tensor": {"scaling": "tensor"},
@@ -76,6 +84,7 @@ SERVED = {name: call(made, randn(6, made.gate_up_proj.shape[2])) for name, made 
     "fp16": call(ROWS, X.half()), "fp32": call(ROWS, X.float()),
     "fp32, blocks": call(LAYERS["blocks"], X.float()),
     "its own router": torch.no_grad()(lambda: ROUTED(X.float())),
+    "the operator": lambda: by_operator(ROWS),
     "inference mode": torch.inference_mode()(lambda: ROWS(X, EXPERTS, WEIGHTS)),
     "nothing that requires grad": lambda: ROWS(X, EXPERTS, WEIGHTS),
 }  # fmt: skip
@@ -131,6 +140,10 @@ OTHERS = {
     "experts in fp32": call(ROWS, X, EXPERTS.float()),
     "x of another width": call(ROWS, X[:, :32]),
     "x in int32": call(ROWS, X.int()),
+    "the operator, no scale": lambda: by_operator(ROWS, s_down=None),
+    "the operator, scales of other rows": lambda: by_operator(ROWS, s_down=ROWS.gate_up_proj_scale),
+    "the operator, a bias for others": lambda: by_operator(ROWS, b_down=OF_BOTH),
+    "the operator, weights of 16 bits": lambda: by_operator(ROWS, down=randn(COUNT, OUT, HIDDEN)),
     "tokens that are apart": call(
         ROWS, randn(2, 6, IN)[:, :3], EXPERTS.view(2, 3, 2), WEIGHTS.view(2, 3, 2)),
 }  # fmt: skip
@@ -225,3 +238,18 @@ def test_a_plain_mixture_of_the_same_tensors_is_another_call():
     with served(in_cpp=False):
         assert torch.equal(plain, cutegemm.moe(x, EXPERTS, WEIGHTS, gate_up, down))
         assert torch.equal(quantized, call(made, x)())
+
+
+@pytest.mark.parametrize("name", ["rows", "as gpt-oss's", "one of x, rows of the weights"])
+def test_torch_compile_puts_an_operator_into_its_graph_which_is_served(name):
+    assert_compiled_to_one_operator(LAYERS[name], (X, EXPERTS, WEIGHTS), torch.ops.cutegemm.moe)
+
+
+@pytest.mark.parametrize("form", ["rows", "as gpt-oss's"])
+def test_the_operator_is_known_to_torch(form):
+    made = layer(**FORMS[form], dtype="int8")
+    given = X, EXPERTS, WEIGHTS, made.gate_up_proj, made.down_proj, "silu", None, "auto"
+    with torch.no_grad():
+        torch.library.opcheck(
+            torch.ops.cutegemm.moe.default, (*given, *made._experts[2:], made._computed(WEIGHTS).text)
+        )

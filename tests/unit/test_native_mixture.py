@@ -12,9 +12,12 @@ from torch.autograd import forward_ad
 
 import cutegemm
 from cutegemm import native
+from cutegemm.gating import Form, texts
+from cutegemm.mixing import Settings
 from cutegemm.problem import packing
 from cutegemm.run import fused
 from tests.native_cases import (
+    assert_compiled_to_one_operator,
     assert_each_has_a_launch_of_its_own,
     assert_same_outcome,
     autocast,
@@ -37,6 +40,7 @@ OTHER = cutegemm.nn.MoE.from_weights(
     *map(torch.nn.Parameter, (GATE_UP, DOWN)), b_gate_up=torch.nn.Parameter(OF_BOTH), interleaved=True,
     activation=LIMITED,
 )  # fmt: skip
+COMPUTED = Settings(*texts(Form(LIMITED, True), WEIGHTS, OF_BOTH, OF_DOWN), True, None, "auto")
 LAYER = cutegemm.nn.MoE.from_weights(*map(torch.nn.Parameter, (GATE_UP, DOWN)))
 
 
@@ -61,6 +65,9 @@ SERVED: dict[str, Callable[[], Any]] = {
     "several CTAs": lambda: mixture(numbers(3000, 64), MANY[:, None], torch.ones(3000, 1)),
     "fp16": lambda: mixture(X.half(), gate_up=GATE_UP.half(), down=DOWN.half()),
     "the operator": lambda: torch.ops.cutegemm.moe(X, EXPERTS, WEIGHTS, GATE_UP, DOWN),
+    "the operator, of texts": lambda: torch.ops.cutegemm.moe(
+        X, EXPERTS, WEIGHTS, GATE_UP, DOWN, b_gate_up=OF_BOTH, b_down=OF_DOWN, computed=COMPUTED.text),
+    "the operator, a bias": lambda: torch.ops.cutegemm.moe(X, EXPERTS, WEIGHTS, GATE_UP, DOWN, b_down=OF_DOWN),
     "the operator, inference": lambda: torch.inference_mode()(torch.ops.cutegemm.moe)(
         X, EXPERTS, WEIGHTS, GATE_UP, DOWN, "gelu", "ieee", "cute"),
     "inference mode": lambda: torch.inference_mode()(mixture)(),
@@ -111,6 +118,15 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "the operator, gradients": lambda: torch.ops.cutegemm.moe(
         numbers(6, 64, grad=True), EXPERTS, WEIGHTS, GATE_UP, DOWN),
     "the operator, autocast": lambda: autocast(lambda: torch.ops.cutegemm.moe(X, EXPERTS, WEIGHTS, GATE_UP, DOWN)),
+    "the operator, biases for others": lambda: torch.ops.cutegemm.moe(
+        X, EXPERTS, WEIGHTS, GATE_UP, DOWN, b_gate_up=OF_DOWN, computed=COMPUTED.text),
+    "the operator, scales of other experts": lambda: torch.ops.cutegemm.moe(
+        X, EXPERTS, WEIGHTS, GATE_UP, DOWN, s_down=OF_DOWN.float()),
+    "the operator, no such text": lambda: torch.ops.cutegemm.moe(
+        X, EXPERTS, WEIGHTS, GATE_UP, DOWN, computed="[1, 2]"),
+    "the operator, no text": lambda: torch.ops.cutegemm.moe(X, EXPERTS, WEIGHTS, GATE_UP, DOWN, computed=""),
+    "the operator, a text of quantized experts": lambda: torch.ops.cutegemm.moe(
+        X, EXPERTS, WEIGHTS, GATE_UP, DOWN, computed='["a", "b", false, "torch.int8", "rows", "rows", "rows"]'),
     "the operator, no such activation": lambda: torch.ops.cutegemm.moe(X, EXPERTS, WEIGHTS, GATE_UP, DOWN, "tanh"),
     "the operator, by torch": lambda: torch.ops.cutegemm.moe(X, EXPERTS, WEIGHTS, GATE_UP, DOWN, backend="torch"),
     "the operator, four dimensions of weights": lambda: torch.ops.cutegemm.moe(
@@ -311,24 +327,6 @@ def test_plans_are_not_forgotten_between_a_plan_and_what_is_told_of_it(monkeypat
     assert held == [True]
 
 
-def test_torch_compile_puts_an_operator_into_its_graph_which_is_served():
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
-        return graph
-
-    torch._dynamo.reset()
-    with torch.no_grad():
-        with served(in_cpp=False):
-            expected = LAYER(X, EXPERTS, WEIGHTS)
-            compiled = torch.compile(LAYER, backend=backend, fullgraph=True)
-            assert torch.equal(compiled(X, EXPERTS, WEIGHTS), expected)
-        with served(in_cpp=True) as launched:
-            for _ in range(3):
-                launched.clear()
-                assert torch.equal(compiled(X, EXPERTS, WEIGHTS), expected)
-            assert [each.by for each in launched] == ["C++"] * 4
-    (targets,) = graphs
-    ours = [getattr(each, "overloadpacket", each) for each in targets if "cutegemm" in str(each)]
-    assert ours == [torch.ops.cutegemm.moe]
+@pytest.mark.parametrize("layer", [LAYER, OTHER], ids=["plain", "biases"])
+def test_torch_compile_puts_an_operator_into_its_graph_which_is_served(layer):
+    assert_compiled_to_one_operator(layer, (X, EXPERTS, WEIGHTS), torch.ops.cutegemm.moe)

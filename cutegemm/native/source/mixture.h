@@ -137,12 +137,25 @@ struct ToMix {
   }
 };
 
-// The operator moe, whose hook in Python is called as hook(keys, unknown, *arguments).
+// The number of a text that says what is computed, above those of Python (cutegemm/gating.py); -1: too many.
+inline int number_of_computed(Text text) {
+  const int64_t found = number_of(text);
+  return found == 0 ? -1 : (1 << 30) - static_cast<int>(found);
+}
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+// The operator moe, whose hook in Python is called as hook(keys, unknown, *arguments). computed: in place of the
+// activation, what `mixing.Settings.text` says.
 inline at::Tensor moe_by_operator(
     FromOperator from, const at::Tensor& x, const at::Tensor& experts, const at::Tensor& weights,
-    const at::Tensor& gate_up, const at::Tensor& down, Text activation, OptionalText precision, Text backend) {
-  ToMix of{&x, &experts, &weights, &gate_up, &down};
-  of.options.activation = activations.find(activation);
+    const at::Tensor& gate_up, const at::Tensor& down, Text activation, OptionalText precision, Text backend,
+    const OptionalTensor& of_gate_up, const OptionalTensor& of_down, const OptionalTensor& scale_gate_up,
+    const OptionalTensor& scale_down, OptionalText computed) {
+  const auto pointer = [](const OptionalTensor& tensor) { return tensor ? &*tensor : nullptr; };
+  ToMix of{&x, &experts, &weights, &gate_up, &down, pointer(of_gate_up), pointer(of_down), pointer(scale_gate_up),
+           pointer(scale_down)};
+  of.options.activation = computed ? number_of_computed(*computed) : activations.find(activation);
   of.options.take(PRECISION, precision), of.options.take(BACKEND, backend);
   Found found = Found::python;
   if (from.is_plain() && !of.records() && of.options.known() && of.describe()) {
@@ -155,23 +168,41 @@ inline at::Tensor moe_by_operator(
       in_python[MOE],
       {from.to_python(), to_python(found == Found::unknown), to_python(x), to_python(experts), to_python(weights),
        to_python(gate_up), to_python(down), to_python(OptionalText(activation)), to_python(precision),
-       to_python(OptionalText(backend))}));
+       to_python(OptionalText(backend)), to_python(of_gate_up), to_python(of_down), to_python(scale_gate_up),
+       to_python(scale_down), to_python(computed)}));
 }
 
 inline at::Tensor moe_on_device(
     const at::Tensor& x, const at::Tensor& experts, const at::Tensor& weights, const at::Tensor& gate_up,
-    const at::Tensor& down, Text activation, OptionalText precision, Text backend) {
-  return moe_by_operator({}, x, experts, weights, gate_up, down, activation, precision, backend);
+    const at::Tensor& down, Text activation, OptionalText precision, Text backend, const OptionalTensor& of_gate_up,
+    const OptionalTensor& of_down, const OptionalTensor& scale_gate_up, const OptionalTensor& scale_down,
+    OptionalText computed) {
+  return moe_by_operator({}, x, experts, weights, gate_up, down, activation, precision, backend, of_gate_up, of_down,
+                         scale_gate_up, scale_down, computed);
 }
 
 inline at::Tensor moe_recorded(
     c10::DispatchKeySet keys, const at::Tensor& x, const at::Tensor& experts, const at::Tensor& weights,
-    const at::Tensor& gate_up, const at::Tensor& down, Text activation, OptionalText precision, Text backend) {
-  return moe_by_operator({&keys}, x, experts, weights, gate_up, down, activation, precision, backend);
+    const at::Tensor& gate_up, const at::Tensor& down, Text activation, OptionalText precision, Text backend,
+    const OptionalTensor& of_gate_up, const OptionalTensor& of_down, const OptionalTensor& scale_gate_up,
+    const OptionalTensor& scale_down, OptionalText computed) {
+  return moe_by_operator({&keys}, x, experts, weights, gate_up, down, activation, precision, backend, of_gate_up,
+                         of_down, scale_gate_up, scale_down, computed);
 }
 
 // x, experts, weights, gate_up, down, their biases, their scales, activation, precision, backend
 constexpr Py_ssize_t TO_MIX = 12;
+
+// The place of an activation, or the number of what an operator computes, whose text begins with a bracket.
+inline bool read_computed(PyObject* object, int& activation) {
+  if (!PyUnicode_CheckExact(object)) return false;
+  Py_ssize_t size = 0;
+  const char* text = PyUnicode_AsUTF8AndSize(object, &size);
+  if (text == nullptr) throw_python_error();
+  if (size == 0 || text[0] != '[') return read_name(object, activations, activation);
+  activation = number_of_computed(Text(text, static_cast<size_t>(size)));
+  return activation > 0;
+}
 
 inline bool read(PyObject* const* args, ToMix& of) {
   const at::Tensor** tensors[] = {&of.x,          &of.experts, &of.weights,       &of.gate_up,   &of.down,
@@ -180,7 +211,7 @@ inline bool read(PyObject* const* args, ToMix& of) {
     if (!read_tensor(args[i], *tensors[i]) || (i < 5 && !*tensors[i])) return false;
   if (PyLong_CheckExact(args[9]))
     of.options.activation = static_cast<int>(PyLong_AsLong(args[9]));
-  else if (!read_name(args[9], activations, of.options.activation))
+  else if (!read_computed(args[9], of.options.activation))
     return false;
   return read_how(args + 10, 2, of.options) && of.describe();
 }

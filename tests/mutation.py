@@ -29,7 +29,7 @@ from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import Problem
 from cutegemm.problem.epilogue import Epilogue
 from tests.mutation_groups import GroupWork, Sizes
-from tests.mutation_programs import ProgramWork
+from tests.mutation_programs import ProgramWork, ScaledWork
 from tests.mutation_verdicts import Case, Outcome, Survivor, compare, judge, read_survivors
 from tests.mutation_verdicts import check_unchanged as check_case
 
@@ -44,7 +44,8 @@ class Spec:
 
     sm_count: SMs of the pretended GPU, few enough that a persistent CTA gets several tiles of a small problem.
     uninitialized: whether reads of shared memory that nothing wrote count; CUTLASS 2.x multiplies such rows and stores
-    nothing. epilogue: what there is beside alpha * A @ B. program: a name of `mutation_programs.PROGRAMS` instead.
+    nothing. epilogue: what there is beside alpha * A @ B. program: a name of `mutation_programs.PROGRAMS` instead, or
+    "scaled", of fp8 with scales of blocks.
     groups: rows of each group, of products in groups; one for each shape, whose M is not used.
     """
 
@@ -69,6 +70,8 @@ class Spec:
         arch = arch_table.get(self.arch)
         if self.sm_count is not None:
             arch = replace(arch, sm_count=self.sm_count)
+        if self.program == "scaled":
+            return [ScaledWork(shape, arch, self.config) for shape in self.shapes]
         if self.program:
             return [ProgramWork(self.program, shape, arch, self.config) for shape in self.shapes]
         if self.groups:
@@ -213,6 +216,12 @@ SPECS: tuple[Spec, ...] = (
         (136, 144, 200),
         (8, 16, 24),
         program="swiglu_pairs",
+    ),
+    _sm90(
+        "twin-scaled", "128x32x128/coop2/c1x1/s3/row/swap/twin", "e4m3", (136, 80, 656), (136, 32, 272), program="scaled"
+    ),
+    _sm90(
+        "halves-scaled", "128x64x128/coop2/c1x1/s2/row/half", "e4m3", (136, 80, 656), (136, 32, 272), program="scaled"
     ),
     _sm90("statistics", "64x64x64/pp/c1x1/s2/row", "bf16", (136, 72, 200), (8, 8, 24), program="statistics"),
     _sm90("operands-in-fp32", "128x64x64/coop2/c1x1/s3/row", "bf16", (264, 104, 200), (8, 16, 24), program="in_fp32"),

@@ -13,8 +13,10 @@ from cutegemm.emulator.bridge import emulate
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import program_request, reference, torch_dtype
 from cutegemm.problem.program import bound
+from cutegemm.problem.program.graph import SCALE_K, Program
 from cutegemm.problem.reference import Verdict
 from cutegemm.pytorch.program_operator import program_of
+from cutegemm.pytorch.scaled import arguments
 from cutegemm.run import fused
 from cutegemm.run.reductions import Reductions
 
@@ -48,14 +50,18 @@ class ProgramWork:
         function, make = PROGRAMS[name]
         self.a, self.b = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16().t()
         self.operands = make(m, n)
+        acc, _, error = reference.accumulators(self.a, self.b)
+        self._prepare(function, arch, config, lambda program: bound.bounds(program, acc, error, self.operands))
+
+    def _prepare(self, function: Any, arch: Arch, config: str, want: Callable[[Program], Any]) -> None:
+        """Compiles the kernel of the operands and the function. want: what results of a program may be."""
         self.asked = program_request.describe(self.a, self.b, function, self.operands, None, None, None)
         cute, problem = backends.get("cute"), self.asked.problem
         read = cute.read(config)
         if refused := cute.check(read, problem, arch):
             raise ValueError(f"{config} cannot serve {problem}: {refused}")
         self.kernel = cute.build(problem.signature, read, arch)
-        acc, _, error = reference.accumulators(self.a, self.b)
-        self.want = bound.bounds(self.asked.program, acc, error, self.operands)
+        self.want = want(self.asked.program)
         self.outs = [
             torch.empty(shape, dtype=torch_dtype(str(output.dtype)))
             for shape, output in zip(self.asked.shapes, self.asked.program.outputs, strict=True)
@@ -82,3 +88,20 @@ class ProgramWork:
         self.reductions.finish(self.results, tuple(self.outs))
         verdicts = [bound.check(out, want) for out, want in zip(self.outs, self.want, strict=True)]
         return next((verdict for verdict in verdicts if not verdict.ok), verdicts[0]), reports
+
+
+class ScaledWork(ProgramWork):
+    """Gate and up in pairs of e4m3 operands with scales of blocks: 1 x 128 of A and 128 x 128 of B."""
+
+    def __init__(self, shape: tuple[int, int, int], arch: Arch, config: str) -> None:
+        torch.manual_seed(7)
+        m, n, k = shape
+        self.a, self.b = torch.randn(m, k).to(torch.float8_e4m3fn), torch.randn(n, k).to(torch.float8_e4m3fn).t()
+        blocks = -(-k // SCALE_K)
+        scales = torch.rand(m, blocks) + 0.5, (torch.rand(-(-n // SCALE_K), blocks) + 0.5).t()
+        program = program_of("def epilogue(gate: pairs[0], up: pairs[1]) -> bf16: return silu(gate) * up")
+        sums = reference.expected(self.a, self.b, scale_a=scales[0], scale_b=scales[1], out_dtype=torch.float32)
+        scaled, self.operands, _ = arguments(
+            self.a, self.b, None, 1.0, 0.0, None, None, None, None, program, (), *scales, ("blocks", "blocks")
+        )
+        self._prepare(scaled, arch, config, lambda _: bound.bounds(program, sums.value, sums.bound, ()))

@@ -20,12 +20,11 @@ from cutegemm.problem.quantization import (
     FORMATS,
     INPUTS,
     NAMED,
-    PITCH,
-    new_values,
 )  # fmt: skip
 from cutegemm.pytorch import autocast
 from cutegemm.pytorch.scaled import ACCUMULATIONS
-from cutegemm.quantize import dequantize, quantize
+from cutegemm.quantize import dequantize
+from cutegemm.quantized_weights import check_pair, padded, quantized
 from cutegemm.run.how import How
 
 SCALINGS = quantization_request.SCALINGS
@@ -165,7 +164,7 @@ class Fp8Linear(replacing.Translating):
 
     def _fill(self, weight: torch.Tensor, bias: torch.Tensor | None, settings: Settings) -> None:
         """Takes the quantized weight of a linear layer, and its bias."""
-        values, scale = quantized(weight, settings)
+        values, scale = quantized(weight, settings.dtype, settings.scaling[1])
         self._take(values, scale, bias, None, settings)
 
     def _take(
@@ -371,35 +370,6 @@ def check_one(keys: list[str]) -> None:
         raise ValueError(f"state_dict: got {' and '.join(keys)}, expected one of them")
 
 
-def quantized(weight: torch.Tensor, settings: Settings, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, scale) of a weight (..., N, K) in a floating dtype. Raises TypeError naming it if it is sparse."""
-    if weight.layout != torch.strided:
-        raise TypeError(f"{name}: got layout {weight.layout}, expected a dense (strided) tensor")
-    weight, scaling = weight.detach(), settings.scaling[1]
-    weight = weight.float() if weight.dtype == torch.float64 else weight
-    block = (BLOCK if scaling == "blocks" else 1, BLOCK)
-    if weight.is_meta:
-        asked = quantization_request.describe(weight, settings.dtype, scaling, -1, block, None)
-        scale = torch.empty(asked.scales, dtype=torch.float32, device="meta")
-        return new_values(tuple(weight.shape), False, settings.dtype, weight.device), scale
-    return quantize(weight, settings.dtype, scaling, block=block)
-
-
-_DIMS = {2: "two", 3: "three"}
-
-
-def check_pair(weight: Any, scale: Any, dims: int, name: str, of_scale: str) -> torch.Tensor:
-    """The scale of a quantized weight, in fp32, on its device. Raises TypeError or ValueError naming the argument."""
-    if not isinstance(weight, torch.Tensor) or weight.dtype not in FORMATS or weight.dim() != dims:
-        got = f"{weight.dtype} of shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) else type(weight)
-        raise TypeError(f"{name}: got {got}, accepted are {_DIMS[dims]} dimensions of {ACCEPTED}")
-    if not isinstance(scale, torch.Tensor) or not scale.is_floating_point():
-        raise TypeError(f"{of_scale}: got {request.shown(scale)}, expected a tensor of a floating dtype")
-    if scale.is_meta and not weight.is_meta:
-        raise ValueError(f"{of_scale}: it is on meta, expected the device of the weight, {weight.device}")
-    return scale.detach().to(device=weight.device, dtype=torch.float32)
-
-
 def _checked(weight: Any, scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(values, scale) of a quantized weight as the layer keeps them."""
     scale = check_pair(weight, scale, 2, "weight", "scale")
@@ -422,14 +392,6 @@ def _checked(weight: Any, scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _scaling_of(values: torch.Tensor, scale: torch.Tensor) -> str:
     """Which scales those of `_checked` are."""
     return "tensor" if scale.dim() == 0 else "rows" if scale.shape[1] == 1 != values.shape[1] else "blocks"
-
-
-def padded(values: torch.Tensor) -> torch.Tensor:
-    """The values in rows as TMA reads them; a copy only where they do not lie so."""
-    apart = values.stride()[:-1]
-    if values.is_meta or (values.stride(-1) == 1 and not any(x % PITCH for x in (*apart, values.data_ptr()))):
-        return values
-    return new_values(tuple(values.shape), False, values.dtype, values.device).copy_(values)
 
 
 def _check_bias(bias: Any, values: torch.Tensor) -> None:
@@ -467,7 +429,7 @@ def _translate(module: Fp8Linear, state: dict[str, Any], prefix: str) -> None:
         weight, scale = weight.qdata, weight.scale
     if weight is not None and scale is None and weight.dtype not in FORMATS and weight.is_floating_point():
         home = weight if module.weight.is_meta else weight.to(module.weight.device)
-        weight, scale = quantized(home, module.settings)
+        weight, scale = quantized(home, module.settings.dtype, module.settings.scaling[1])
     elif weight is not None and scale is not None:
         # Blocks that are a whole row, or a whole weight, look like scales of rows, or of one matrix.
         is_own = isinstance(scale, torch.Tensor) and scale.shape == module.weight_scale.shape

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cutegemm import gating, native, quantized_mixing, replacing
+from cutegemm import gating, mxfp4, native, quantized_mixing, replacing
 from cutegemm.moe_arguments import check_chosen, check_types
 from cutegemm.problem import request
 from cutegemm.problem.grouped_request import MOST_GROUPS
@@ -24,9 +24,10 @@ from cutegemm.problem.quantization import ACCEPTED_INPUTS, BLOCK, FORMATS, INPUT
 from cutegemm.pytorch import autocast
 from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.pytorch.sharded import is_distributed
-from cutegemm.quantized_linear import Settings, check_one, check_pair, default_dtype, keeping, padded, quantized
+from cutegemm.quantized_linear import Settings, check_one, default_dtype, keeping
 from cutegemm.quantized_mixing import Experts
 from cutegemm.quantized_mixing import Settings as Computed
+from cutegemm.quantized_weights import check_pair, padded, quantized
 from cutegemm.router import as_used, check_fit, choose, shown, sized
 
 NAMES = ("gate_up_proj", "down_proj")
@@ -49,7 +50,9 @@ class Fp8MoE(replacing.Translating):
     is none of fp16, bf16 and fp32. `.to(dtype)` converts it.
 
     `load_state_dict` takes such a state, that of a `MoE`, whose weights it quantizes, and quantized weights whose
-    scales are named `gate_up_proj_scale_inv` and `down_proj_scale_inv`, as Hugging Face names them.
+    scales are named `gate_up_proj_scale_inv` and `down_proj_scale_inv`, as Hugging Face names them. Weights in MXFP4,
+    `gate_up_proj_blocks` and `gate_up_proj_scales` and so on, become fp8 without a rounding where the powers of two of
+    those that share a scale lie within 2^14 of each other.
 
     Args:
         in_features, hidden_features, num_experts, top_k, out_features, device, router, bias, activation, interleaved:
@@ -98,7 +101,7 @@ class Fp8MoE(replacing.Translating):
         biases = [torch.empty(shape[:2], **options) if bias else None for shape in shapes]
         for weight, each in zip(weights, biases, strict=True):
             replacing.draw(weight, bias=each)
-        pairs = [quantized(weight, settings) for weight in weights]
+        pairs = [quantized(weight, settings.dtype, settings.scaling[1]) for weight in weights]
         self._take(pairs, biases, router, gating.Form(activation, interleaved), transposed, settings)
 
     def _take(
@@ -241,7 +244,7 @@ class Fp8MoE(replacing.Translating):
         form, biases = gating.Form(activation, interleaved), (b_gate_up, b_down)
         gating.check(form, *weights, *biases, "gate_up")
         with torch.no_grad():
-            pairs = [quantized(weight, settings) for weight in weights]
+            pairs = [quantized(weight, settings.dtype, settings.scaling[1]) for weight in weights]
         return cls._made(pairs, biases, router, form, transposed, settings)
 
     @classmethod
@@ -356,6 +359,7 @@ def _translate(module: Fp8MoE, state: dict[str, Any], prefix: str) -> None:
     """
     found: dict[str, _Loaded] = {}
     for name in NAMES:
+        _unpack(module, state, prefix, name)
         keys = [key for end in SCALE_ENDINGS if (key := f"{prefix}{name}{end}") in state]
         check_one(keys)
         scales = [state.pop(key) for key in keys]
@@ -385,6 +389,24 @@ def _translate(module: Fp8MoE, state: dict[str, Any], prefix: str) -> None:
     _make_room(module, found, kinds)
 
 
+def _unpack(module: Fp8MoE, state: dict[str, Any], prefix: str, name: str) -> None:
+    """Puts a weight in bf16 in the place of one in MXFP4."""
+    key = f"{prefix}{name}"
+    keys = [key + end for end in mxfp4.ENDINGS if key + end in state]
+    if not keys:
+        return
+    check_one([key for key in (key, keys[0]) if key in state])
+    if len(keys) == 1:
+        missing = next(key + end for end in mxfp4.ENDINGS if key + end not in state)
+        raise RuntimeError(f"state_dict: got {keys[0]} without {missing}")
+    blocks, scales = (state.pop(each) for each in keys)
+    home: torch.Tensor = getattr(module, name)
+    if isinstance(blocks, torch.Tensor) and not home.is_meta:
+        blocks = blocks.to(home.device)
+    weight = mxfp4.unpacked(blocks, scales, key)
+    state[key] = weight.mT if module.transposed else weight  # blocks lie along K whatever other weights do
+
+
 def _loaded(module: Fp8MoE, name: str, weight: Any, scales: list[Any]) -> _Loaded | None:
     """A weight of a state, quantized if it was not; None for what torch is to refuse by name."""
     if not isinstance(weight, torch.Tensor):
@@ -397,7 +419,7 @@ def _loaded(module: Fp8MoE, name: str, weight: Any, scales: list[Any]) -> _Loade
     if weight.is_floating_point() and weight.dtype not in FORMATS:
         home = weight if own.is_meta else weight.to(own.device)
         home = home.mT if module.transposed and home.dim() == 3 else home
-        values, scale = quantized(home, module.settings, name)
+        values, scale = quantized(home, module.settings.dtype, module.settings.scaling[1], name)
         return _Loaded(values, {module.settings.scaling[1]: scale})
     if weight.dtype != own.dtype:
         raise TypeError(f"{name}: got {weight.dtype} without its scales, which the module's {own.dtype} has")

@@ -218,7 +218,12 @@ SPECS: tuple[Spec, ...] = (
         program="swiglu_pairs",
     ),
     _sm90(
-        "twin-scaled", "128x32x128/coop2/c1x1/s3/row/swap/twin", "e4m3", (136, 80, 656), (136, 32, 272), program="scaled"
+        "twin-scaled",
+        "128x32x128/coop2/c1x1/s3/row/swap/twin",
+        "e4m3",
+        (136, 80, 656),
+        (136, 32, 272),
+        program="scaled",
     ),
     _sm90(
         "halves-scaled", "128x64x128/coop2/c1x1/s2/row/half", "e4m3", (136, 80, 656), (136, 32, 272), program="scaled"

@@ -1,0 +1,168 @@
+"""Weights in MXFP4, and weights of few bits: in fp8 they stay what they are."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import cutegemm
+from cutegemm import mxfp4
+from cutegemm.nn import Fp8Linear, Fp8MoE, MoE
+
+E4M3 = torch.float8_e4m3fn
+COUNT, IN, HIDDEN, OUT = 3, 96, 64, 40
+SHAPES = {"gate_up_proj": (2 * HIDDEN, IN), "down_proj": (OUT, HIDDEN)}
+
+
+def packed(seed: int, spread: int = 7) -> dict[str, torch.Tensor]:
+    """The state of experts in MXFP4; powers of two of a row lie up to so many powers apart."""
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for name, (rows, k) in SHAPES.items():
+        shape = COUNT, rows, k // 32
+        state[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator).to(torch.uint8)
+        state[f"{name}_scales"] = torch.randint(118 - spread, 119, shape, generator=generator).to(torch.uint8)
+    return state
+
+
+def by_hand(state: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Number by number, in float64."""
+    blocks, scales = state[f"{name}_blocks"], state[f"{name}_scales"]
+    found = torch.empty(*scales.shape, 32, dtype=torch.float64)
+    for place in torch.cartesian_prod(*(torch.arange(extent) for extent in scales.shape)).tolist():
+        for number, byte in enumerate(blocks[tuple(place)].tolist()):
+            for half, bits in enumerate((byte & 15, byte >> 4)):
+                exponent, mantissa = (bits >> 1) & 3, bits & 1
+                size = mantissa * 0.5 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
+                power = 2.0 ** (int(scales[tuple(place)]) - 127)
+                found[(*place, 2 * number + half)] = math.copysign(size, -1 if bits & 8 else 1) * power
+    return found.flatten(2)
+
+
+def in_full(layer: Fp8MoE, name: str) -> torch.Tensor:
+    return cutegemm.dequantize(getattr(layer, name), getattr(layer, f"{name}_scale"), torch.float32).double()
+
+
+def test_numbers_are_what_their_bits_say(seed):
+    state = packed(seed)
+    state["down_proj_scales"][0, 0, 0] = 255
+    for name in SHAPES:
+        want, found = by_hand(state, name), mxfp4.unpacked(state[f"{name}_blocks"], state[f"{name}_scales"], name)
+        if name == "down_proj":
+            assert found[0, 0, :32].isnan().all()
+            found[0, 0, :32] = want[0, 0, :32] = 0
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found.double(), want)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("scaling", ["rows", "blocks", "tensor"])
+def test_a_state_in_mxfp4_is_loaded_without_a_rounding(scaling, transposed, seed):
+    state = packed(seed)
+    made = Fp8MoE(IN, HIDDEN, COUNT, out_features=OUT, scaling=scaling, transposed=transposed)
+    made.load_state_dict({**state})
+    for name in SHAPES:
+        assert torch.equal(in_full(made, name), by_hand(state, name))
+        scale = getattr(made, f"{name}_scale")
+        assert torch.equal(torch.frexp(scale).mantissa, torch.full_like(scale, 0.5))
+    empty = Fp8MoE(IN, HIDDEN, COUNT, out_features=OUT, scaling=scaling, transposed=transposed, device="meta")
+    empty.load_state_dict({**state}, assign=True)
+    for name, each in made.state_dict().items():
+        assert torch.equal(empty.state_dict()[name].float(), each.float())
+    x, experts, weights = torch.randn(7, IN), torch.randint(0, COUNT, (7, 2)), torch.rand(7, 2)
+    assert torch.equal(empty(x, experts, weights), made(x, experts, weights))
+
+
+def test_a_mixture_whose_weights_were_mxfp4_is_quantized_without_a_rounding(seed):
+    """As transformers dequantizes them: the other way, in bf16."""
+    state = packed(seed)
+    weights = [by_hand(state, name).bfloat16() for name in SHAPES]
+    layer = MoE.from_weights(*(torch.nn.Parameter(each.mT.contiguous()) for each in weights), transposed=True)
+    made = Fp8MoE.from_weights(*(each.detach() for each in layer.parameters()), transposed=True)
+    for name in SHAPES:
+        assert torch.equal(in_full(made, name), by_hand(state, name))
+
+
+def test_numbers_too_far_apart_are_rounded(seed):
+    state = packed(seed, spread=30)
+    made = Fp8MoE(IN, HIDDEN, COUNT, out_features=OUT)
+    made.load_state_dict({**state})
+    for name in SHAPES:
+        values, scale = cutegemm.quantize(by_hand(state, name).bfloat16(), E4M3, "rows")
+        assert torch.equal(getattr(made, name).float(), values.float())
+        assert torch.equal(getattr(made, f"{name}_scale"), scale)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, torch.float8_e5m2, torch.int8])
+@pytest.mark.parametrize("scaling", ["rows", "blocks", "tensor"])
+def test_other_weights_have_the_scales_of_quantize(dtype, scaling, seed):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(160, 200, generator=generator).bfloat16()
+    weight[0] = weight[0].sign()  # the row that is looked at first decides nothing by itself
+    made = Fp8Linear.from_linear(_linear(weight), dtype, scaling=scaling)
+    values, scale = cutegemm.quantize(weight, dtype, scaling, block=(128 if scaling == "blocks" else 1, 128))
+    assert torch.equal(made.weight.float(), values.float())
+    assert torch.equal(made.weight_scale, scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_linear_whose_weight_has_few_bits_is_quantized_without_a_rounding(dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    weight = (torch.randint(-15, 16, (70, 90), generator=generator) * 0.25).to(dtype)
+    weight[3] = 0
+    made = Fp8Linear.from_linear(_linear(weight))
+    assert torch.equal(made.dequantized(dtype), weight)
+    values, scale = cutegemm.quantize(weight, E4M3)
+    assert not torch.equal(cutegemm.dequantize(values, scale, dtype), weight)
+
+
+def _linear(weight: torch.Tensor) -> torch.nn.Linear:
+    made = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+    made.weight = torch.nn.Parameter(weight)
+    return made
+
+
+def test_a_layer_of_fake_tensors_is_made():
+    with FakeTensorMode():
+        assert Fp8Linear(64, 32).weight.shape == (32, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"down_proj_scales": None}, RuntimeError, r"got layer\.down_proj_blocks without layer\.down_proj_scales"),
+        ({"down_proj_blocks": None}, RuntimeError, r"got layer\.down_proj_scales without layer\.down_proj_blocks"),
+        ({"down_proj": torch.ones(1)}, ValueError, r"got layer\.down_proj and layer\.down_proj_blocks, expected one"),
+        ({"down_proj_scales": torch.ones(COUNT, OUT, 2)}, TypeError, r"layer\.down_proj_scales: got torch\.float32 of"),
+        ({"down_proj_blocks": 3}, TypeError, r"layer\.down_proj_blocks: got <class 'int'>, expected 4 dimensions"),
+        (
+            {"down_proj_scales": torch.ones(COUNT, OUT, 3, dtype=torch.uint8)},
+            ValueError,
+            r"layer\.down_proj_scales: got shape \(3, 40, 3\), expected \(3, 40, 2\)",
+        ),
+        (
+            {"down_proj_blocks": torch.ones(COUNT, OUT, 2, 8, dtype=torch.uint8)},
+            ValueError,
+            r"layer\.down_proj_blocks: got shape \(3, 40, 2, 8\), expected 16 bytes in a block",
+        ),
+        (
+            {
+                "down_proj_blocks": torch.ones(COUNT, OUT + 8, 2, 16, dtype=torch.uint8),
+                "down_proj_scales": torch.ones(COUNT, OUT + 8, 2, dtype=torch.uint8),
+            },
+            RuntimeError,
+            r"size mismatch for layer\.down_proj: got shape \(3, 48, 64\), expected \(3, 40, 64\)",
+        ),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_nothing(change, error, message, seed):
+    model = torch.nn.ModuleDict({"layer": Fp8MoE(IN, HIDDEN, COUNT, out_features=OUT)})
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    state = {f"layer.{name}": each for name, each in (packed(seed) | change).items() if each is not None}
+    with pytest.raises(error, match=message):
+        model.load_state_dict(state)
+    for name, each in model.state_dict().items():
+        assert torch.equal(each.float(), before[name].float())

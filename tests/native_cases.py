@@ -321,6 +321,21 @@ def both(road: Callable[[], Any]) -> tuple[list[Any], list[Any]]:
     return found[0], found[1]
 
 
+def assert_launched_alike(road: Callable[[], Any]) -> list[str]:
+    """A road taken by the C++ part gives what it gives by Python alone, by the same launches. Returns who made them."""
+    (expected, by_python), (found, by_cpp) = both(road)
+    assert {by for by, _ in by_python} == {"Python"}
+    assert {by for by, _ in by_cpp} == {"C++"}
+    for x, y in zip(expected, found, strict=True):
+        assert (x.dtype, x.shape, x.stride(), x.requires_grad) == (y.dtype, y.shape, y.stride(), y.requires_grad)
+        torch.testing.assert_close(x.float(), y.float(), rtol=0, atol=0, equal_nan=True)
+        assert x.float().any()
+    # All but the addresses, of which those of new tensors differ.
+    for (_, one), (_, other) in zip(by_python, by_cpp, strict=True):
+        assert [x for x in one if x < 2**32] == [x for x in other if x < 2**32]
+    return [by for by, _ in by_cpp]
+
+
 def assert_same_outcome(road: Callable[[], Any]) -> None:
     """A road gives the same results, or the same error, taken by Python alone and by the C++ part."""
 

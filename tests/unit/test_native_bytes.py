@@ -12,7 +12,18 @@ from torch.autograd import forward_ad
 
 import cutegemm
 from cutegemm import native
-from tests.native_cases import BF16, FP32, A, assert_same_outcome, autocast, both, numbers, refuse_next, served
+from tests.native_cases import (
+    BF16,
+    FP32,
+    A,
+    assert_launched_alike,
+    assert_same_outcome,
+    autocast,
+    both,
+    numbers,
+    refuse_next,
+    served,
+)
 from tuning import host_stub
 
 pytestmark = pytest.mark.usefixtures("no_native_part")
@@ -106,15 +117,7 @@ SERVED: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", SERVED)
 def test_calls_are_launched_from_cpp_as_python_launches_them(name):
-    (expected, by_python), (found, by_cpp) = both(SERVED[name])
-    assert {by for by, _ in by_python} == {"Python"}
-    assert {by for by, _ in by_cpp} == {"C++"}
-    for x, y in zip(expected, found, strict=True):
-        assert (x.dtype, x.shape, x.stride()) == (y.dtype, y.shape, y.stride())
-        assert torch.equal(x.float(), y.float())
-    # All but the addresses, of which those of new tensors differ.
-    for (_, one), (_, other) in zip(by_python, by_cpp, strict=True):
-        assert [x for x in one if x < 2**32] == [x for x in other if x < 2**32]
+    assert_launched_alike(SERVED[name])
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from tests.native_cases import (
     C,
     W,
     assert_each_has_a_launch_of_its_own,
+    assert_launched_alike,
     assert_same_outcome,
     autocast,
-    both,
     numbers,
     served,
 )
@@ -93,14 +93,7 @@ def _below_autograd(*arguments: Any) -> Any:
 
 @pytest.mark.parametrize("name", SERVED)
 def test_programs_are_launched_from_cpp_as_python_launches_them(name):
-    (expected, by_python), (found, by_cpp) = both(SERVED[name])
-    assert {by for by, _ in by_python} == {"Python"}
-    assert {by for by, _ in by_cpp} == {"C++"}
-    for x, y in zip(expected, found, strict=True):
-        assert (x.dtype, x.shape, x.stride(), x.requires_grad) == (y.dtype, y.shape, y.stride(), y.requires_grad)
-        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
-    for (_, one), (_, other) in zip(by_python, by_cpp, strict=True):
-        assert [x for x in one if x < 2**32] == [x for x in other if x < 2**32]
+    assert_launched_alike(SERVED[name])
 
 
 def _meaning_that_changes() -> list[torch.Tensor]:

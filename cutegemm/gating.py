@@ -171,7 +171,7 @@ def known_texts(form: Form, weights: Any, b_gate_up: Any, b_down: Any) -> tuple[
         return None
     try:
         return texts(form, weights, b_gate_up, b_down)
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         return None
 
 

@@ -30,7 +30,7 @@ def check(
     gating.check_form(activation, False)
     check_precision(precision)
     backends.check_name(backend)
-    _check_shapes(x, experts, weights, w_gate_up, w_down)
+    check_shapes(x, experts, weights, w_gate_up, w_down)
 
 
 def check_precision(precision: Any) -> None:
@@ -73,7 +73,8 @@ def check_chosen(first: str, x: Any, experts: Any, weights: Any) -> None:
         raise ValueError(f"weights: got shape {tuple(weights.shape)}, expected that of experts, {tuple(experts.shape)}")
 
 
-def _check_shapes(x: Any, experts: Any, weights: Any, w_gate_up: Any, w_down: Any) -> None:
+def check_shapes(x: Any, experts: Any, weights: Any, w_gate_up: Any, w_down: Any) -> None:
+    """Raises ValueError naming the argument whose shape does not fit the others'."""
     if x.dim() < 1:
         raise ValueError("x: got no dimension, expected (..., H)")
     dims, rows = w_gate_up.dim(), w_gate_up.shape[1:-1]

@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from cutegemm import backend as backends
 from cutegemm import gating, quantized_mixing
 from cutegemm.mixing import Settings
 from cutegemm.moe import unrecorded
-from cutegemm.moe_arguments import check, check_chosen, check_types
+from cutegemm.moe_arguments import check, check_shapes, check_types
 from cutegemm.problem import request
-from cutegemm.problem.quantization import FORMATS
+from cutegemm.problem.quantization import ACCEPTED, FORMATS
 from cutegemm.pytorch import grouped_operator
 from cutegemm.pytorch.program_autograd import refuse_tangents
+from cutegemm.pytorch.program_operator import program_of
 from cutegemm.pytorch.registering import LIBRARY, define, refuse_gradients, serve_natively
 from cutegemm.quantized_mixing import Experts
 
@@ -29,44 +31,62 @@ NAME = "moe"
 def _settings(computed: str, precision: str | None, backend: str) -> Settings | quantized_mixing.Settings:
     """What a text was made of. Raises ValueError for one that neither has made."""
     try:
-        first, second, interleaved, *rest = json.loads(computed)
+        read = json.loads(computed)
+        first, second, interleaved, *rest = read if isinstance(read, list) else list[Any]()
         if not rest:
             return Settings(first, second, interleaved, precision, backend)
-        name, *kinds = rest
-        of_x, of_gate_up, of_down = kinds
+        name, of_x, of_gate_up, of_down = rest
         dtype = next(dtype for dtype in FORMATS if str(dtype) == name)
-        return quantized_mixing.Settings(
-            first, second, interleaved, dtype, (of_x, of_gate_up, of_down), precision, backend
-        )
+        kinds = of_x, of_gate_up, of_down
+        return quantized_mixing.Settings(first, second, interleaved, dtype, kinds, precision, backend)
     except (ValueError, StopIteration):
         raise ValueError(f"computed: got {computed[:80]!r}, expected what mixing.Settings.text gives") from None
+
+
+def _asked(
+    x: Any, experts: Any, weights: Any, own: Experts, activation: str, precision: str | None, backend: str,
+    computed: str | None,
+) -> Settings | quantized_mixing.Settings:  # fmt: skip
+    """What a call computes. Raises TypeError or ValueError naming the argument that does not fit."""
+    biases = {"b_gate_up": own.b_gate_up, "b_down": own.b_down}
+    scales = {"s_gate_up": own.s_gate_up, "s_down": own.s_down}
+    settings = None if computed is None else _settings(computed, precision, backend)
+    if isinstance(settings, quantized_mixing.Settings):
+        check_types({"x": x, "experts": experts, "weights": weights})
+        gating.check_form(activation, False)
+        backends.check_name(backend)
+        for name, each in (("w_gate_up", own.gate_up), ("w_down", own.down)):
+            if each.dtype not in FORMATS:
+                raise TypeError(f"{name}: got dtype {each.dtype}, accepted beside scales are {ACCEPTED}")
+        check_shapes(x, experts, weights, own.gate_up, own.down)
+        for name, scale in scales.items():
+            request.check_type(name, scale)
+    else:
+        for name, scale in scales.items():
+            if scale is not None:
+                raise ValueError(f"{name}: got a tensor, expected None: `computed` names no dtype of quantized values")
+        check(x, experts, weights, own.gate_up, own.down, activation, precision, backend)
+    gating.check_biases(own.gate_up, own.down, biases)
+    if settings is None:
+        programs = gating.texts(gating.Form(activation), weights, own.b_gate_up, own.b_down)
+        return Settings(*programs, False, precision, backend)
+    for (name, bias), text, inputs in zip(biases.items(), (settings.first, settings.second), (3, 2), strict=True):
+        if (bias is not None) != (len(program_of(text).inputs) == inputs):
+            given, expected = ("a tensor", "None") if bias is not None else ("None", "a tensor")
+            raise ValueError(f"{name}: got {given}, expected {expected} with this `computed`")
+    return settings
 
 
 def _compute(
     x, experts, weights, w_gate_up, w_down, activation="silu", precision=None, backend="auto", b_gate_up=None,
     b_down=None, s_gate_up=None, s_down=None, computed=None, tell=False,
 ) -> torch.Tensor:  # fmt: skip
-    tensors, biases = (x, experts, weights, w_gate_up, w_down), {"b_gate_up": b_gate_up, "b_down": b_down}
     own = Experts(w_gate_up, w_down, b_gate_up, b_down, s_gate_up, s_down)
     told = (activation if computed is None else computed, precision, backend) if tell else None
     with torch.no_grad(), torch._C._DisableAutocast():
-        settings = None if computed is None else _settings(computed, precision, backend)
+        settings = _asked(x, experts, weights, own, activation, precision, backend, computed)
         if isinstance(settings, quantized_mixing.Settings):
-            check_types({"x": x, "experts": experts, "weights": weights})
-            gating.check_biases(w_gate_up, w_down, biases)
-            check_chosen("x", x, experts, weights)
-            for name in ("s_gate_up", "s_down"):
-                request.check_type(name, getattr(own, name))
             return quantized_mixing.unrecorded(x, experts, weights, own, settings, told)
-        if s_gate_up is not None or s_down is not None:
-            raise ValueError(
-                "s_gate_up, s_down: got scales, expected None: `computed` names no dtype of quantized values"
-            )
-        check(*tensors, activation, precision, backend)
-        gating.check_biases(w_gate_up, w_down, biases)
-        if settings is None:
-            programs = gating.texts(gating.Form(activation), weights, b_gate_up, b_down)
-            settings = Settings(*programs, False, precision, backend)
         return unrecorded(x, experts, weights, w_gate_up, w_down, b_gate_up, b_down, settings, told)
 
 
@@ -74,8 +94,8 @@ def _fake(
     x, experts, weights, w_gate_up, w_down, activation="silu", precision=None, backend="auto", b_gate_up=None,
     b_down=None, s_gate_up=None, s_down=None, computed=None,
 ):  # fmt: skip
-    if s_gate_up is None:
-        check(x, experts, weights, w_gate_up, w_down, activation, precision, backend)
+    own = Experts(w_gate_up, w_down, b_gate_up, b_down, s_gate_up, s_down)
+    _asked(x, experts, weights, own, activation, precision, backend, computed)
     return x.new_empty((*x.shape[:-1], w_down.shape[1]))
 
 
@@ -91,7 +111,10 @@ torch.library.register_vmap(f"cutegemm::{NAME}", grouped_operator.vmapped, lib=L
 def _refuse(name: str, tensor: torch.Tensor) -> None:
     refuse_tangents(tensor)
     if tensor.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(f"{name}: it requires grad, and torch.ops.cutegemm.moe records none; call cutegemm.moe")
+        raise RuntimeError(
+            f"{name}: it requires grad, and torch.ops.cutegemm.moe records none; run it "
+            "under torch.no_grad(), or call cutegemm.moe, which takes no quantized weights"
+        )
 
 
 serve_natively(NAME, _compute, refuse_gradients(NAME, _refuse))

@@ -31,6 +31,8 @@ from cutegemm.quantized_weights import check_pair, padded, quantized
 from cutegemm.router import as_used, check_fit, choose, shown, sized
 
 NAMES = ("gate_up_proj", "down_proj")
+_OWN = tuple(f"{name}{end}" for end in ("", "_bias", "_scale") for name in NAMES)
+"""The tensors of a layer in the order of `Experts`."""
 SCALE_ENDINGS = ("_scale", "_scale_inv")
 """Of the names of scales in a state, behind those of the weights: ours, and those of Hugging Face's fp8 experts. Both
 are factors that the values are multiplied by."""
@@ -155,8 +157,9 @@ class Fp8MoE(replacing.Translating):
             raise ValueError(f"input: got shape {tuple(input.shape)}, expected (..., {self.gate_up_proj.shape[-1]})")
         check_chosen("input", input, chosen, shares)
         of_router = "weights of the router" if experts is None else "weights"
-        for name, each in (("input", input), (of_router, shares)):
-            if each.requires_grad and torch.is_grad_enabled():
+        tensors = zip(_OWN, self._experts, strict=True)
+        for name, each in (("input", input), (of_router, shares), *tensors):
+            if each is not None and each.requires_grad and torch.is_grad_enabled():
                 raise RuntimeError(
                     f"{name}: got a tensor that requires grad, and Fp8MoE passes no gradient on (a straight-through "
                     "estimate belongs to the trainer); run the model under torch.no_grad() or torch.inference_mode()"
@@ -172,6 +175,10 @@ class Fp8MoE(replacing.Translating):
             assert computed is not None
             own, by = self._experts, (computed.precision, computed.backend)
             if torch.compiler.is_dynamo_compiling() or is_beyond_autograd(input, chosen, shares):
+                if torch.compiler.is_dynamo_compiling() and torch._C._are_functorch_transforms_active():
+                    raise NotImplementedError(
+                        "Fp8MoE: it passes no gradient on, and takes no other transform of torch.func; call it outside"
+                    )
                 made: torch.Tensor = torch.ops.cutegemm.moe(
                     input, chosen, shares, own.gate_up, own.down, "silu", *by, *own[2:], computed.text
                 )
@@ -182,13 +189,15 @@ class Fp8MoE(replacing.Translating):
     @property
     def _experts(self) -> Experts:
         own = self._buffers  # a module takes ten times as long to find an attribute there
-        return Experts(*(own[f"{name}{end}"] for end in ("", "_bias", "_scale") for name in NAMES))
+        try:
+            return Experts(*[own[each] for each in _OWN])
+        except KeyError:  # somebody's parameter, or parametrized
+            return Experts(*[getattr(self, each) for each in _OWN])
 
     def _computed(self, weights: torch.Tensor, find: Callable[..., Any] = gating.texts) -> Computed | None:
         """What a call with these weights of slots computes; None where `find` finds no texts."""
-        given, form = self.settings, gating.Form(self.activation, self.interleaved)
-        own = self._buffers
-        texts = find(form, weights, *(own[f"{name}_bias"] for name in NAMES))
+        given, form, own = self.settings, gating.Form(self.activation, self.interleaved), self._experts
+        texts = find(form, weights, own.b_gate_up, own.b_down)
         if texts is None:
             return None
         first, second = texts

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cutegemm
 from cutegemm import native
@@ -132,6 +134,10 @@ OTHERS = {
     "experts in fp32": call(ROWS, X, EXPERTS.float()),
     "x of another width": call(ROWS, X[:, :32]),
     "x in int32": call(ROWS, X.int()),
+    "the operator, x of another width": lambda: by_operator(ROWS, gate_up=LAYERS["rows that are padded"].gate_up_proj),
+    "the operator, a matrix": lambda: by_operator(ROWS, down=ROWS.down_proj[0]),
+    "the operator, no such backend": lambda: by_operator(ROWS, backend="none"),
+    "the operator, a bias": lambda: by_operator(ROWS, b_down=OF_DOWN),
     "the operator, no scale": lambda: by_operator(ROWS, s_down=None),
     "the operator, scales of other rows": lambda: by_operator(ROWS, s_down=ROWS.gate_up_proj_scale),
     "the operator, a bias for others": lambda: by_operator(ROWS, b_down=OF_BOTH),
@@ -245,3 +251,53 @@ def test_the_operator_is_known_to_torch(form):
         torch.library.opcheck(
             torch.ops.cutegemm.moe.default, (*given, *made._experts[2:], made._computed(WEIGHTS).text)
         )
+
+
+@pytest.mark.parametrize("name", [name for name in OTHERS if name.startswith("the operator")])
+def test_fake_tensors_are_checked_as_others_are(name):
+    """But for scales, whose shapes the product checks."""
+    if name == "the operator, scales of other rows":
+        return
+    with pytest.raises((TypeError, ValueError)) as refused:
+        OTHERS[name]()
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        pytest.raises(type(refused.value), match=re.escape(str(refused.value))),
+    ):
+        OTHERS[name]()
+
+
+def test_a_scale_or_bias_may_be_a_parameter_or_parametrized():
+    class Twice(torch.nn.Module):
+        def forward(self, each: torch.Tensor) -> torch.Tensor:
+            return 2 * each
+
+    want = call(LAYERS["a bias behind the second product"])()
+    for in_cpp in (False, True):
+        made = layer(**FORMS["a bias behind the second product"])
+        made.down_proj_bias = torch.nn.Parameter(made.down_proj_bias, requires_grad=False)
+        made.down_proj_scale = torch.nn.Parameter(made.down_proj_scale / 2, requires_grad=False)
+        torch.nn.utils.parametrize.register_parametrization(made, "down_proj_scale", Twice())
+        with served(in_cpp=in_cpp):
+            for _ in range(3):
+                torch.testing.assert_close(call(made)(), want, rtol=0.02, atol=0.02)
+
+
+def test_derivatives_of_a_scale_or_a_bias_are_refused():
+    made = layer(**FORMS["as gpt-oss's"])
+    for name in ("down_proj_scale", "gate_up_proj_scale", "down_proj_bias", "gate_up_proj_bias"):
+        given = {name: getattr(made, name).clone().requires_grad_()}
+        for in_cpp in (False, True):
+            with served(in_cpp=in_cpp), pytest.raises(RuntimeError, match=f"{name}: got a tensor that requires grad"):
+                torch.func.functional_call(made, given, (X, EXPERTS, WEIGHTS))
+        with torch.no_grad():
+            torch.func.functional_call(made, given, (X, EXPERTS, WEIGHTS))
+
+
+def test_a_compiled_derivative_is_refused_as_an_eager_one():
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return ROWS(x, EXPERTS, WEIGHTS).sum()
+
+    for call_of in (torch.func.grad(total), torch.compile(torch.func.grad(total), backend="eager", fullgraph=True)):
+        with pytest.raises(Exception, match="passes no gradient on"):
+            call_of(X)

@@ -113,6 +113,14 @@ OTHERS: dict[str, Callable[[], Any]] = {
         X, EXPERTS, WEIGHTS, GATE_UP, DOWN, b_gate_up=OF_DOWN, computed=COMPUTED.text),
     "the operator, scales of other experts": lambda: torch.ops.cutegemm.moe(
         X, EXPERTS, WEIGHTS, GATE_UP, DOWN, s_down=OF_DOWN.float()),
+    "no such activation, a bias": lambda: mixture(activation="tanh", b_down=OF_DOWN),
+    "no such activation, in turn": lambda: mixture(activation="tanh", interleaved=True),
+    "an activation that is no text": lambda: mixture(activation="\ud800"),
+    "the operator, a number": lambda: torch.ops.cutegemm.moe(X, EXPERTS, WEIGHTS, GATE_UP, DOWN, computed="5"),
+    "the operator, no bias": lambda: torch.ops.cutegemm.moe(
+        X, EXPERTS, WEIGHTS, GATE_UP, DOWN, b_gate_up=OF_BOTH, computed=COMPUTED.text),
+    "the operator, a text and no such activation": lambda: torch.ops.cutegemm.moe(
+        X, EXPERTS, WEIGHTS, GATE_UP, DOWN, "zzz", b_gate_up=OF_BOTH, b_down=OF_DOWN, computed=COMPUTED.text),
     "the operator, no such text": lambda: torch.ops.cutegemm.moe(
         X, EXPERTS, WEIGHTS, GATE_UP, DOWN, computed="[1, 2]"),
     "the operator, no text": lambda: torch.ops.cutegemm.moe(X, EXPERTS, WEIGHTS, GATE_UP, DOWN, computed=""),

@@ -198,7 +198,10 @@ inline bool read_computed(PyObject* object, int& activation) {
   if (!PyUnicode_CheckExact(object)) return false;
   Py_ssize_t size = 0;
   const char* text = PyUnicode_AsUTF8AndSize(object, &size);
-  if (text == nullptr) throw_python_error();
+  if (text == nullptr) {
+    PyErr_Clear();
+    return false;
+  }
   if (size == 0 || text[0] != '[') return read_name(object, activations, activation);
   activation = number_of_computed(Text(text, static_cast<size_t>(size)));
   return activation > 0;

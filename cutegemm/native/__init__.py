@@ -3,7 +3,7 @@
 `gemm`, `linear`, `grouped_gemm`, `quantize`, `nn.Fp8Linear` and `moe` ask the functions here first. They find a call's
 prepared launches by what the call looks like and enqueue them, or answer None: then Python computes, as it does for all
 that is new or unusual. The operators torch.ops.cutegemm.gemm, gemm_program, scaled_gemm, quantize, quantize_given,
-quantized_linear and moe are served in the same way. The extension is compiled against the torch that is installed,
+grouped_gemm, quantized_linear and moe are served in the same way. The extension is compiled against the torch that is installed,
 once, by a thread in the background that the first call of a kernel starts; no call waits for it.
 
 Python tells it what may be done in its place: `install` of a launch that was planned, `forget` when plans are dropped,
@@ -68,6 +68,7 @@ in_python: dict[str, Callable[..., Any]] = {}
     quantized_linear(keys, tell, *arguments) -> D
     moe(keys, tell, *arguments) -> D
     gemm_program(keys, tell, *arguments) -> a list
+    grouped_gemm(keys, tell, *arguments) -> a list
         likewise
     scaled(tell, *arguments) -> D
         the operator scaled_gemm below autograd
@@ -83,6 +84,7 @@ HOOKS = (
     "quantized_linear",
     "gemm_program",
     "moe",
+    "grouped_gemm",
 )
 """The order in which the extension is given them."""
 

@@ -35,12 +35,15 @@ from cutegemm.run.how import How, carried
 
 def _compute(
     a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, out_dtype=None,
-    precision=None, backend="auto", config=None, save="outputs", zeros=False,
+    precision=None, backend="auto", config=None, save="outputs", zeros=False, tell=False,
 ):  # fmt: skip
     known, sizes = program_of(program), Sizes(offsets, counts, rows, places, out_rows)
     check_save(save)
     given, out = joined(known, operands, numbers, integers), grouped.ZEROS if zeros else None
     results = grouped.compute(a, b, sizes, known, given, out, out_dtype, precision, backend, config)
+    if tell:
+        text = program + ("\noffsets" if counts is None else "\ncounts") + ("" if rows is None else " rows")
+        grouped.tell(text, known, a, b, sizes, known, given, out_dtype, How(precision, backend))
     return registering.many(results)
 
 
@@ -159,6 +162,7 @@ def _recorded(
 
 
 registering.LIBRARY.impl("grouped_gemm", _recorded, "Autograd", with_keyset=True)
+registering.serve_natively("grouped_gemm", _compute, _recorded)
 
 
 def _sharded(

@@ -185,6 +185,15 @@ def launch_of(
     return *launcher, addresses, tuple(scalars), tuple(zip(map(tuple, asked.shapes), dtypes, strict=True))
 
 
+def kinds_of(operands: Sequence[Any], by_operator: bool) -> tuple[list[int], list[int]]:
+    """The places of the tensors among operands, and of the numbers; by_operator: of these the floats first."""
+    tensors = [i for i, each in enumerate(operands) if isinstance(each, torch.Tensor)]
+    others = [i for i in range(len(operands)) if i not in tensors]
+    if by_operator:
+        others.sort(key=lambda i: operands[i].__class__ is int)
+    return tensors, others
+
+
 def given_places(
     tensors: Sequence[int], others: Sequence[int], first: int
 ) -> tuple[dict[int, tuple[int, int]], dict[int, int]]:
@@ -202,12 +211,9 @@ def tell(
     """Tells the C++ part how a call without `out` was computed that it has asked for, as `native.program` or, by the
     text of the program, as the operator. meant: the meaning of the epilogue, or the program, that `number` stands for.
     """
-    tensors = [i for i, each in enumerate(operands) if isinstance(each, torch.Tensor)]
-    others = [i for i in range(len(operands)) if i not in tensors]
-    given: Sequence[Any] = operands
-    if isinstance(number, str):  # the operator has the tensors first, then floats, then integers
-        others.sort(key=lambda i: operands[i].__class__ is int)
-        given = [operands[i] for i in (*tensors, *others)]
+    by_operator = isinstance(number, str)
+    tensors, others = kinds_of(operands, by_operator)
+    given = [operands[i] for i in (*tensors, *others)] if by_operator else operands
     places, numbers = given_places(tensors, others, 2)
     key, program = as_meant(key_of(a, b, epilogue, operands, None, out_dtype, how), epilogue, operands, a.device)
     if key is None or key[MEANING] != meant:

@@ -150,19 +150,21 @@ def launch_of(
 
 
 def _launch(
-    plan: Plan, asked: ProgramRequest, operands: Sequence[Any], arrays: Sequence[tuple[int, int]], first: int
-) -> tuple[Any, ...] | None:
-    """As `launch_of`, of a plan; first: the number of the first operand, behind the last of which results stand."""
+    plan: Plan, asked: ProgramRequest, operands: Sequence[Any], arrays: Sequence[tuple[int, int]], first: int,
+    by_operator: bool,
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """As `launch_of`, of a plan; first: the number of the first operand, behind the last of which results stand.
+    by_operator: as of `fused.kinds_of`.
+    """
     if asked.gathers:
         return None
-    tensors = [i for i, each in enumerate(operands) if isinstance(each, torch.Tensor)]
-    others = [i for i in range(len(operands)) if i not in tensors]
+    tensors, others = fused.kinds_of(operands, by_operator)
     places, numbers = fused.given_places(tensors, others, first)
     return fused.launch_of(plan, asked, places, numbers, first + len(tensors), arrays)
 
 
 def tell(
-    number: int, meant: Any, a: Any, b: Any, sizes: Sizes, epilogue: Any, operands: Sequence[Any], out_dtype: Any,
+    number: int | str, meant: Any, a: Any, b: Any, sizes: Sizes, epilogue: Any, operands: Sequence[Any], out_dtype: Any,
     how: How,
 ) -> None:  # fmt: skip
     """As `fused.tell`, of a product in groups, whose arrays stand in front of its operands."""
@@ -176,8 +178,10 @@ def tell(
         plan = memo.plan(key)
         if plan is not None:
             asked = grouped_request.describe(a, b, sizes, program, operands, None, out_dtype, how.precision)
-            launch = _launch(plan, asked, operands, [(place, 0) for place in range(2, first)], first)
-            native.install_program((number, a, b, (*arrays, *operands), out_dtype, *how), launch)
+            by_operator = isinstance(number, str)
+            launch = _launch(plan, asked, operands, [(place, 0) for place in range(2, first)], first, by_operator)
+            given = [operands[i] for kind in fused.kinds_of(operands, True) for i in kind] if by_operator else operands
+            native.install_program((number, a, b, (*arrays, *given), out_dtype, *how), launch)
 
 
 def check_arrays(arrays: Arrays, extent: int, work: Work, limit: int) -> None:

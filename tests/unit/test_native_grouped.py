@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 import cutegemm
 from cutegemm import ops
 from cutegemm.problem import packing
+from cutegemm.pytorch.program_operator import divided
 from cutegemm.run import grouped
 from tests.native_cases import (
     FP32,
@@ -69,6 +70,33 @@ SERVED: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
+def by_operator(a: Any = X, b: Any = W, offsets: Any = ENDS, **options: Any) -> Any:
+    operands = options.pop("operands", ())
+    sizes = offsets, *(options.pop(name, None) for name in ("counts", "rows", "places")), None
+    text = cutegemm.trace_epilogue(options.pop("epilogue", lambda acc: acc), operands).text
+    return torch.ops.cutegemm.grouped_gemm(a, b, *sizes, *divided(operands), text, **options)
+
+
+SERVED_OPERATORS: dict[str, Callable[[], Any]] = {
+    "groups of rows": by_operator,
+    "an operand": lambda: by_operator(epilogue=residual, operands=(MATRIX,)),
+    "numbers among operands": lambda: by_operator(epilogue=shifted, operands=[0.5, COLUMN, 3]),
+    "an integer first": lambda: by_operator(epilogue=shifted, operands=[3, COLUMN, 0.5]),
+    "fp32 results": lambda: by_operator(out_dtype=FP32),
+    "rows": lambda: by_operator(offsets=OF_ROWS, rows=ROWS),
+    "counts": lambda: by_operator(
+        numbers(GROUPS, 8, K), W, None, counts=torch.full((GROUPS,), 8, dtype=torch.int32)),
+    "groups of K": lambda: by_operator(numbers(N, T).t().contiguous().t(), numbers(T, K), ENDS),
+    "inference mode": lambda: torch.inference_mode()(by_operator)(),
+    "recorded nowhere": lambda: torch.no_grad()(by_operator)(GRAD),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SERVED_OPERATORS)
+def test_operators_are_launched_from_cpp_as_python_launches_them(name):
+    assert len(assert_launched_alike(SERVED_OPERATORS[name])) == 1
+
+
 @pytest.mark.parametrize("name", SERVED)
 def test_calls_are_launched_from_cpp_as_python_launches_them(name):
     assert len(assert_launched_alike(SERVED[name])) == 1
@@ -84,17 +112,18 @@ def _with_tangent() -> Any:
         return product(forward_ad.make_dual(X, X))
 
 
-def _debugged() -> Any:
+def _debugged(call: Callable[..., Any]) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        product()
+        call()
         patch.setenv("CUTEGEMM_DEBUG", "1")
-        return product(offsets=torch.tensor([5, 4, T], dtype=torch.int32))
+        return call(offsets=torch.tensor([5, 4, T], dtype=torch.int32))
 
 
 OTHERS: dict[str, Callable[[], Any]] = {
     "gradients": _gradients,
     "a tangent": _with_tangent,
-    "sizes that are looked at": _debugged,
+    "sizes that are looked at": lambda: _debugged(product),
+    "the operator, sizes that are looked at": lambda: _debugged(by_operator),
     "bias": lambda: product(bias=numbers(N)),
     "out": lambda: product(out=torch.empty(T, N).bfloat16()),
     "places": lambda: product(places=torch.arange(T - 1, -1, -1, dtype=torch.int32)),
@@ -120,8 +149,19 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "fp32": lambda: product(X.float(), W.float()),
     "dtypes that differ": lambda: product(X.float()),
     "autocast": lambda: autocast(lambda: product(X.float(), W.float())),
-    "the operator": lambda: torch.ops.cutegemm.grouped_gemm(
-        X, W, ENDS, None, None, None, None, [], [], [], "def epilogue(acc): return acc"),
+    "the operator, gradients": lambda: torch.autograd.grad(by_operator(GRAD), GRAD, [MATRIX]),
+    "the operator, zeros behind the groups": lambda: by_operator(
+        offsets=torch.tensor([5, 5, 9], dtype=torch.int32), zeros=True),
+    "the operator, places": lambda: by_operator(places=torch.arange(T - 1, -1, -1, dtype=torch.int32)),
+    "the operator, offsets and counts": lambda: by_operator(counts=COUNTS),
+    "the operator, neither": lambda: by_operator(offsets=None),
+    "the operator, a configuration": lambda: by_operator(config="sm90/64x64x64/coop1/c1x1/s4/row"),
+    "the operator, no such save": lambda: by_operator(save="all"),
+    "the operator, no such backend": lambda: by_operator(backend="none"),
+    "the operator, an operand of another shape": lambda: by_operator(epilogue=residual, operands=(MATRIX[:7],)),
+    "the operator, a number beyond fp32": lambda: by_operator(epilogue=shifted, operands=(1e39, COLUMN, 3)),
+    "the operator, fp32": lambda: by_operator(X.float(), W.float()),
+    "the operator, autocast": lambda: autocast(lambda: by_operator(X.float(), W.float())),
 }  # fmt: skip
 
 
@@ -137,6 +177,7 @@ def test_calls_with_one_key_launch_one_kernel():
         lambda: cutegemm.gemm(X, W[0], epilogue=ops.relu),
         lambda: product(epilogue=shifted, operands=(2, COLUMN, 3.5)),
         lambda: product(X.half(), W.half()),
+        *(lambda call=SERVED_OPERATORS[name]: call()[0] for name in SERVED_OPERATORS),
     ]
     assert_each_has_a_launch_of_its_own(calls)
 

@@ -15,7 +15,8 @@ namespace cutegemm {
 // What `configure` was given, in the order of HOOKS in cutegemm/native/__init__.py, which says what each does. Never
 // freed.
 enum Hook {
-  PLAN, COMPUTE, RECORD, GRADIENTS, QUANTIZE, QUANTIZE_GIVEN, SCALED, QUANTIZED_LINEAR, GEMM_PROGRAM, MOE, HOOKS
+  PLAN, COMPUTE, RECORD, GRADIENTS, QUANTIZE, QUANTIZE_GIVEN, SCALED, QUANTIZED_LINEAR, GEMM_PROGRAM, MOE,
+  GROUPED_GEMM, HOOKS
 };
 inline std::array<PyObject*, HOOKS> in_python{};
 
@@ -59,7 +60,9 @@ inline PyObject* to_python(const at::Tensor& tensor) {
   return tensor.defined() ? checked(THPVariable_Wrap(tensor)) : none();
 }
 
-inline PyObject* to_python(const std::optional<at::Tensor>& tensor) { return tensor ? to_python(*tensor) : none(); }
+using OptionalTensor = std::optional<at::Tensor>;
+
+inline PyObject* to_python(const OptionalTensor& tensor) { return tensor ? to_python(*tensor) : none(); }
 
 inline PyObject* to_python(const OptionalText& text) {
   return text ? checked(PyUnicode_FromStringAndSize(text->data(), static_cast<Py_ssize_t>(text->size()))) : none();
@@ -116,6 +119,16 @@ struct FromOperator {
   }
 
   PyObject* to_python() const { return keys ? cutegemm::to_python(keys->raw_repr()) : none(); }
+};
+
+// A function of FromOperator and an operator's arguments as its kernels: below all modes, and for autograd.
+template <auto by_operator>
+struct Served;
+
+template <typename Result, typename... Given, Result (*by_operator)(FromOperator, Given...)>
+struct Served<by_operator> {
+  static Result on_device(Given... given) { return by_operator({}, given...); }
+  static Result recorded(c10::DispatchKeySet keys, Given... given) { return by_operator({&keys}, given...); }
 };
 
 // function(*arguments), a new reference; the arguments are references that it takes over.

@@ -80,20 +80,4 @@ at::Tensor quantized_linear_by_operator(
   return taken(call(in_python[QUANTIZED_LINEAR], given));
 }
 
-template <typename... Texts>
-at::Tensor quantized_linear_on_device(
-    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& weight_scale,
-    const std::optional<at::Tensor>& input_scale, const std::optional<at::Tensor>& bias, Text scaling,
-    OptionalText activation, Texts... how) {
-  return quantized_linear_by_operator({}, x, weight, weight_scale, input_scale, bias, scaling, activation, how...);
-}
-
-template <typename... Texts>
-at::Tensor quantized_linear_recorded(
-    c10::DispatchKeySet keys, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& weight_scale,
-    const std::optional<at::Tensor>& input_scale, const std::optional<at::Tensor>& bias, Text scaling,
-    OptionalText activation, Texts... how) {
-  return quantized_linear_by_operator({&keys}, x, weight, weight_scale, input_scale, bias, scaling, activation, how...);
-}
-
 }  // namespace cutegemm

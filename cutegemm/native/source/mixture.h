@@ -143,8 +143,6 @@ inline int number_of_computed(Text text) {
   return found == 0 ? -1 : (1 << 30) - static_cast<int>(found);
 }
 
-using OptionalTensor = std::optional<at::Tensor>;
-
 // The operator moe, whose hook in Python is called as hook(keys, unknown, *arguments). computed: in place of the
 // activation, what `mixing.Settings.text` says.
 inline at::Tensor moe_by_operator(
@@ -170,24 +168,6 @@ inline at::Tensor moe_by_operator(
        to_python(gate_up), to_python(down), to_python(OptionalText(activation)), to_python(precision),
        to_python(OptionalText(backend)), to_python(of_gate_up), to_python(of_down), to_python(scale_gate_up),
        to_python(scale_down), to_python(computed)}));
-}
-
-inline at::Tensor moe_on_device(
-    const at::Tensor& x, const at::Tensor& experts, const at::Tensor& weights, const at::Tensor& gate_up,
-    const at::Tensor& down, Text activation, OptionalText precision, Text backend, const OptionalTensor& of_gate_up,
-    const OptionalTensor& of_down, const OptionalTensor& scale_gate_up, const OptionalTensor& scale_down,
-    OptionalText computed) {
-  return moe_by_operator({}, x, experts, weights, gate_up, down, activation, precision, backend, of_gate_up, of_down,
-                         scale_gate_up, scale_down, computed);
-}
-
-inline at::Tensor moe_recorded(
-    c10::DispatchKeySet keys, const at::Tensor& x, const at::Tensor& experts, const at::Tensor& weights,
-    const at::Tensor& gate_up, const at::Tensor& down, Text activation, OptionalText precision, Text backend,
-    const OptionalTensor& of_gate_up, const OptionalTensor& of_down, const OptionalTensor& scale_gate_up,
-    const OptionalTensor& scale_down, OptionalText computed) {
-  return moe_by_operator({&keys}, x, experts, weights, gate_up, down, activation, precision, backend, of_gate_up,
-                         of_down, scale_gate_up, scale_down, computed);
 }
 
 // x, experts, weights, gate_up, down, their biases, their scales, activation, precision, backend

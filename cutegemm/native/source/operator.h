@@ -7,7 +7,6 @@
 
 namespace cutegemm {
 
-using OptionalTensor = std::optional<at::Tensor>;
 using OptionalDtype = std::optional<at::ScalarType>;
 
 // The arguments of the operator.

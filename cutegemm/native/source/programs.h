@@ -32,6 +32,11 @@ struct ProgramLaunch : Launch {
 using Results = c10::SmallVector<at::Tensor, 2>;
 using Values = c10::SmallVector<Value, 4>;
 
+// As an operator returns them.
+inline std::vector<at::Tensor> listed(Results& made) {
+  return {std::make_move_iterator(made.begin()), std::make_move_iterator(made.end())};
+}
+
 // Computes into new tensors, all on that device. shape: of the first, in place of the launch's own with as many elements.
 // False where Python must compute.
 inline bool compute(
@@ -95,6 +100,18 @@ struct ToProgram {
   bool add(int64_t number) {
     numbers.push_back(Value::of(number));
     return number == static_cast<int32_t>(number);
+  }
+
+  // Those of an operator.
+  bool add(c10::ArrayRef<double> floats, c10::SymIntArrayRef integers) {
+    bool right = true;
+    for (double number : floats) right = add(number) && right;
+    order = static_cast<int64_t>(integers.size());
+    for (const c10::SymInt& integer : integers) {
+      const auto number = integer.maybe_as_int();
+      right = number && add(*number) && right;
+    }
+    return right;
   }
 };
 
@@ -168,17 +185,11 @@ std::vector<at::Tensor> gemm_program_by_operator(
     ((position++ == OWN_OPTION ? void() : of.options.take(field++, rest)), ...);
     bool described = of.describe(a, b);
     for (const at::Tensor& operand : operands) described = described && of.add(operand);
-    for (double number : numbers) described = described && of.add(number);
-    of.order = static_cast<int64_t>(integers.size());
-    for (const c10::SymInt& integer : integers) {
-      const auto number = integer.maybe_as_int();
-      described = described && number && of.add(*number);
-    }
+    described = described && of.add(numbers, integers);
     if (described) {
       Results made;
       found = computed(of, made);
-      if (found == Found::launch)
-        return {std::make_move_iterator(made.begin()), std::make_move_iterator(made.end())};
+      if (found == Found::launch) return listed(made);
     }
   }
   WithInterpreter held;
@@ -187,21 +198,6 @@ std::vector<at::Tensor> gemm_program_by_operator(
       to_python(numbers), to_python(integers), to_python(OptionalText(program)), to_python(out_dtype)};
   (given.push_back(to_python(OptionalText(rest))), ...);
   return taken_list(call(in_python[GEMM_PROGRAM], given));
-}
-
-template <typename... Rest>
-std::vector<at::Tensor> gemm_program_on_device(
-    const at::Tensor& a, const at::Tensor& b, at::TensorList operands, c10::ArrayRef<double> numbers,
-    c10::SymIntArrayRef integers, Text program, std::optional<at::ScalarType> out_dtype, Rest... rest) {
-  return gemm_program_by_operator({}, a, b, operands, numbers, integers, program, out_dtype, rest...);
-}
-
-template <typename... Rest>
-std::vector<at::Tensor> gemm_program_recorded(
-    c10::DispatchKeySet keys, const at::Tensor& a, const at::Tensor& b, at::TensorList operands,
-    c10::ArrayRef<double> numbers, c10::SymIntArrayRef integers, Text program, std::optional<at::ScalarType> out_dtype,
-    Rest... rest) {
-  return gemm_program_by_operator({&keys}, a, b, operands, numbers, integers, program, out_dtype, rest...);
 }
 
 }  // namespace cutegemm

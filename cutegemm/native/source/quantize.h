@@ -120,26 +120,4 @@ inline at::Tensor quantize_given_by_operator(
        to_python(std::optional(dtype)), to_python(dim), to_python(OptionalText(backend))}));
 }
 
-inline std::tuple<at::Tensor, at::Tensor> quantize_on_device(
-    const at::Tensor& x, at::ScalarType dtype, Text scaling, int64_t dim, c10::IntArrayRef block, Text backend) {
-  return quantize_by_operator({}, x, dtype, scaling, dim, block, backend);
-}
-
-inline std::tuple<at::Tensor, at::Tensor> quantize_recorded(
-    c10::DispatchKeySet keys, const at::Tensor& x, at::ScalarType dtype, Text scaling, int64_t dim,
-    c10::IntArrayRef block, Text backend) {
-  return quantize_by_operator({&keys}, x, dtype, scaling, dim, block, backend);
-}
-
-inline at::Tensor quantize_given_on_device(
-    const at::Tensor& x, const at::Tensor& scale, at::ScalarType dtype, int64_t dim, Text backend) {
-  return quantize_given_by_operator({}, x, scale, dtype, dim, backend);
-}
-
-inline at::Tensor quantize_given_recorded(
-    c10::DispatchKeySet keys, const at::Tensor& x, const at::Tensor& scale, at::ScalarType dtype, int64_t dim,
-    Text backend) {
-  return quantize_given_by_operator({&keys}, x, scale, dtype, dim, backend);
-}
-
 }  // namespace cutegemm

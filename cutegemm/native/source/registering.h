@@ -3,6 +3,7 @@
 
 #include <torch/library.h>
 
+#include "grouped.h"
 #include "layer.h"
 #include "mixture.h"
 #include "operator.h"
@@ -40,6 +41,18 @@ torch::CppFunction with_lists(Function function) {
   return torch::CppFunction::makeFromBoxedFunctor(std::make_unique<WithLists>(function));
 }
 
+template <auto by_operator>
+void serve(const char* name, torch::Library& device, torch::Library& autograd) {
+  device.impl(name, TORCH_FN((Served<by_operator>::on_device)));
+  autograd.impl(name, TORCH_FN((Served<by_operator>::recorded)));
+}
+
+template <auto by_operator>
+void serve_with_lists(const char* name, torch::Library& device, torch::Library& autograd) {
+  device.impl(name, with_lists(TORCH_FN((Served<by_operator>::on_device))));
+  autograd.impl(name, with_lists(TORCH_FN((Served<by_operator>::recorded))));
+}
+
 inline void register_operators() {
   class Silent : public c10::WarningHandler {
     void process(const c10::Warning&) override {}
@@ -49,21 +62,16 @@ inline void register_operators() {
     return *registrations().emplace_back(
         std::make_unique<torch::Library>(torch::Library::IMPL, "cutegemm", key, __FILE__, __LINE__));
   };
-  torch::Library& device = on(served.key);
+  torch::Library &device = on(served.key), &autograd = on(served.autograd);
   device.impl("gemm", TORCH_FN((gemm_on_device<OPTION_TYPES>)));
-  device.impl("gemm_program", with_lists(TORCH_FN((gemm_program_on_device<PROGRAM_OPTION_TYPES>))));
-  device.impl("quantize", TORCH_FN(quantize_on_device));
-  device.impl("quantize_given", TORCH_FN(quantize_given_on_device));
-  device.impl("scaled_gemm", TORCH_FN((scaled_gemm_on_device<SCALED_OPTION_TYPES>)));
-  device.impl("quantized_linear", TORCH_FN((quantized_linear_on_device<OPTION_TYPES>)));
-  device.impl("moe", TORCH_FN(moe_on_device));
-  torch::Library& autograd = on(served.autograd);
   autograd.impl("gemm", TORCH_FN((gemm_recorded<OPTION_TYPES>)));
-  autograd.impl("gemm_program", with_lists(TORCH_FN((gemm_program_recorded<PROGRAM_OPTION_TYPES>))));
-  autograd.impl("quantize", TORCH_FN(quantize_recorded));
-  autograd.impl("quantize_given", TORCH_FN(quantize_given_recorded));
-  autograd.impl("quantized_linear", TORCH_FN((quantized_linear_recorded<OPTION_TYPES>)));
-  autograd.impl("moe", TORCH_FN(moe_recorded));
+  device.impl("scaled_gemm", TORCH_FN((scaled_gemm_on_device<SCALED_OPTION_TYPES>)));
+  serve<quantize_by_operator>("quantize", device, autograd);
+  serve<quantize_given_by_operator>("quantize_given", device, autograd);
+  serve<quantized_linear_by_operator<OPTION_TYPES>>("quantized_linear", device, autograd);
+  serve<moe_by_operator>("moe", device, autograd);
+  serve_with_lists<gemm_program_by_operator<PROGRAM_OPTION_TYPES>>("gemm_program", device, autograd);
+  serve_with_lists<grouped_gemm_by_operator>("grouped_gemm", device, autograd);
 }
 
 inline void unregister_operators() { registrations().clear(); }

@@ -6,17 +6,19 @@ from typing import Any
 
 import torch
 
-from cutegemm import replacing
 from cutegemm.problem import quantization_request, request
 from cutegemm.problem.quantization import ACCEPTED, BLOCK, FORMATS, PITCH, new_values
 from cutegemm.quantize import dequantize, quantize
+
+PROBED = 16
+"""Rows of a matrix that are looked at first: where none of them is exact, no other is taken to be."""
 
 
 def quantized(
     weight: torch.Tensor, dtype: torch.dtype, scaling: str, name: str = "weight"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, scale) of a weight (..., N, K) in a floating dtype, exact where `_exact` finds them. Raises TypeError
-    naming it if it is sparse.
+    """(values, scale) of a weight (..., N, K) in a floating dtype. Where a power of two as scale gives its numbers
+    exactly, that is the scale (`_keep_exact`). Raises TypeError naming the weight if it is sparse.
     """
     if weight.layout != torch.strided:
         raise TypeError(f"{name}: got layout {weight.layout}, expected a dense (strided) tensor")
@@ -28,28 +30,48 @@ def quantized(
         scale = torch.empty(asked.scales, dtype=torch.float32, device="meta")
         return new_values(tuple(weight.shape), False, dtype, weight.device), scale
     values, scale = quantize(weight, dtype, scaling, block=block)
-    return _exact(weight, scale, dtype) or (values, scale)
+    if dtype.is_floating_point and type(weight) is torch.Tensor and weight.numel():
+        _keep_exact(weight, values, scale)
+    return values, scale
 
 
-def _exact(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(values, scale) with the next powers of two in place of these scales, where they give every element of the weight
-    exactly; None where they do not.
+def _keep_exact(weight: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> None:
+    """Puts the next power of two in the place of each scale where that gives its numbers exactly; values accordingly.
 
-    They do for numbers that were MXFP4 before. The scales of `quantize` would round those: where the largest of a row
-    is 6, it becomes 448 in e4m3, and 4 becomes 298.7, which is no number of e4m3.
+    It does for numbers that were MXFP4 before. The scales of `quantize` round them: where the largest of a row is 6, it
+    becomes 448 in e4m3, and 4 becomes 298.7, which is no number of e4m3.
     """
-    if not dtype.is_floating_point or weight.dim() < 2 or not (weight.numel() and replacing.has_values(weight)):
-        return None
     mantissa, exponent = torch.frexp(scale)
     powers = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
-    made = new_values(tuple(weight.shape), False, dtype, weight.device)
-    # Of one weight a row first, which decides mostly; of several one after the other, to need less memory.
-    for part in (slice(0, 1), slice(None)) if weight.dim() == 2 else range(weight.shape[0]):
-        of_part, values = powers if powers.dim() == 0 else powers[part], made[part]
-        quantize(weight[part], dtype, scale=of_part, out=values)
-        if not torch.equal(dequantize(values, of_part, weight.dtype), weight[part]):
-            return None
-    return made, powers
+    of_few = powers
+    if scale.dim():
+        of_few = powers[..., : PROBED if scale.shape[-2] == weight.shape[-2] else 1, :]
+    if _inexact(weight[..., :PROBED, :], of_few, values.dtype).any(-1).all():
+        return
+    parts = [(weight, values, scale, powers)]
+    if weight.dim() == 3 and scale.dim():  # one after the other, to need less memory
+        parts = list(zip(*parts[0], strict=True))
+    for part, into, of_part, power in parts:
+        inexact = _of_scales(_inexact(part, power, values.dtype), power)
+        of_part.copy_(torch.where(inexact, of_part, power))
+        into.copy_(quantize(part, values.dtype, scale=of_part)[0])
+
+
+def _inexact(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Which elements differ from their values by these scales."""
+    values, _ = quantize(weight, dtype, scale=scale)
+    return dequantize(values, scale, weight.dtype) != weight
+
+
+def _of_scales(elements: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Whether any element of those that share a scale is true, in the scale's shape."""
+    if scale.dim() == 0:
+        return elements.any()
+    (rows, columns), (n, k) = elements.shape, scale.shape
+    of_rows, of_columns = (size if count == 1 else 1 if count == size else BLOCK
+                           for size, count in ((rows, n), (columns, k)))  # fmt: skip
+    padded = torch.nn.functional.pad(elements, (0, k * of_columns - columns, 0, n * of_rows - rows))
+    return padded.view(n, of_rows, k, of_columns).any(3).any(1)
 
 
 _DIMS = {2: "two", 3: "three"}

@@ -177,7 +177,7 @@ def known_texts(form: Form, weights: Any, b_gate_up: Any, b_down: Any) -> tuple[
 
 def number_of(computed: Hashable) -> int:
     """The number by which the C++ part knows what is computed of a mixture's tensors: the texts of two programs, or
-    `quantized_mixing.Settings`.
+    `quantized_mixing.Computed`.
     """
     found = _NUMBERS.get(computed)
     return _NUMBERS.setdefault(computed, next(_NEW_NUMBERS)) if found is None else found
@@ -286,11 +286,23 @@ def _traced(function: Function) -> Program:
         _, returns, what = str(why).partition(": the epilogue returns ")
         kind = what.partition(", accepted")[0]
         found = f"the function returns {kind}, expected one value made of gate and up" if returns else why
-        found = str(found).replace("pass tensors by operands=", "it takes Python numbers")
+        found = _without_operands(str(found))
         raise EpilogueError(f"activation: {found}") from why
     except TypeError:
         _check_parameters(function)
         raise
+
+
+_ADVICE = (", and pass tensors by operands=", "pass it by operands=, and name a parameter of the function for it")
+"""What messages about an epilogue say of its operands, which a function for `activation` has not."""
+
+
+def _without_operands(message: str) -> str:
+    for advice in _ADVICE:
+        message = message.replace(
+            advice, "the function takes gate, up and Python numbers alone" if advice[0] != "," else ""
+        )
+    return message
 
 
 def _check_parameters(function: Function) -> None:

@@ -22,12 +22,12 @@ from cutegemm.run import grouped, routing
 from cutegemm.run.routing import Routing
 
 
-def carried(*computed: Any) -> str:
-    """What is computed, as torch.ops.cutegemm.moe carries it: a text of numbers and texts."""
+def text_of(*computed: Any) -> str:
+    """JSON of a list of texts, numbers and dtypes."""
     return json.dumps([str(each) if isinstance(each, torch.dtype) else each for each in computed])
 
 
-carried._dynamo_marked_constant = True  # type: ignore[attr-defined]  # dynamo need not look at how the text is made
+text_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # dynamo need not look at how the text is made
 
 
 class Settings(NamedTuple):
@@ -45,8 +45,8 @@ class Settings(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As an operator carries it."""
-        return carried(self.first, self.second, self.interleaved)
+        """JSON of what is computed: the argument `computed` of torch.ops.cutegemm.moe."""
+        return text_of(self.first, self.second, self.interleaved)
 
     def product(
         self, a: Any, b: Any, ends: Any, *, text: str = PRODUCT, operands: Any = (), rows: Any = None, out: Any = None

@@ -115,20 +115,16 @@ def moe(
         return run(x, experts, weights, w_gate_up, w_down, str(activation), precision, backend)
     recorded = torch.is_grad_enabled() and any(each.requires_grad for each in given)
     beyond = _is_beyond(experts, *given)
-    if plain and not (beyond or recorded) and torch.compiler.is_dynamo_compiling():
-        of_name: torch.Tensor = torch.ops.cutegemm.moe(
-            x, experts, weights, w_gate_up, w_down, activation, precision, backend
-        )
-        return of_name
     settings = Settings(*(texts or gating.texts(form, weights, *biases)), interleaved, precision, backend)
-    if not (beyond or recorded) and torch.compiler.is_dynamo_compiling():
-        of_texts: torch.Tensor = torch.ops.cutegemm.moe(
-            x, experts, weights, w_gate_up, w_down, "silu", precision, backend, *biases, None, None, settings.text
-        )
-        return of_texts
     if not (beyond or recorded):
-        told = (number, precision, backend) if tell else None
-        return unrecorded(x, experts, weights, w_gate_up, w_down, *biases, settings, told)
+        if not torch.compiler.is_dynamo_compiling():
+            told = (number, precision, backend) if tell else None
+            return unrecorded(x, experts, weights, w_gate_up, w_down, *biases, settings, told)
+        what = (activation, None) if plain else ("silu", settings.text)
+        made: torch.Tensor = torch.ops.cutegemm.moe(
+            x, experts, weights, w_gate_up, w_down, what[0], precision, backend, *biases, None, None, what[1]
+        )
+        return made
     groups, (tokens, chosen, scales) = w_gate_up.shape[0], by_tokens(x, experts, weights)
     if beyond or recorded:  # of one that no expert has the gradient is 0, too
         scales = scales.masked_fill(chosen != chosen.clamp(0, groups - 1), 0)

@@ -22,14 +22,14 @@ from cutegemm.pytorch import grouped_operator
 from cutegemm.pytorch.program_autograd import refuse_tangents
 from cutegemm.pytorch.program_operator import program_of
 from cutegemm.pytorch.registering import LIBRARY, define, refuse_gradients, serve_natively
-from cutegemm.quantized_mixing import Experts
+from cutegemm.quantized_mixing import Computed, Experts
 
 NAME = "moe"
 
 
 @lru_cache(maxsize=256)
-def _settings(computed: str, precision: str | None, backend: str) -> Settings | quantized_mixing.Settings:
-    """What a text was made of. Raises ValueError for one that neither has made."""
+def _settings(computed: str, precision: str | None, backend: str) -> Settings | Computed:
+    """The settings that a text describes (`Settings.text`, `Computed.text`). Raises ValueError for others."""
     try:
         read = json.loads(computed)
         first, second, interleaved, *rest = read if isinstance(read, list) else list[Any]()
@@ -38,7 +38,7 @@ def _settings(computed: str, precision: str | None, backend: str) -> Settings | 
         name, of_x, of_gate_up, of_down = rest
         dtype = next(dtype for dtype in FORMATS if str(dtype) == name)
         kinds = of_x, of_gate_up, of_down
-        return quantized_mixing.Settings(first, second, interleaved, dtype, kinds, precision, backend)
+        return Computed(first, second, interleaved, dtype, kinds, precision, backend)
     except (ValueError, StopIteration):
         raise ValueError(f"computed: got {computed[:80]!r}, expected what mixing.Settings.text gives") from None
 
@@ -46,26 +46,37 @@ def _settings(computed: str, precision: str | None, backend: str) -> Settings | 
 def _asked(
     x: Any, experts: Any, weights: Any, own: Experts, activation: str, precision: str | None, backend: str,
     computed: str | None,
-) -> Settings | quantized_mixing.Settings:  # fmt: skip
-    """What a call computes. Raises TypeError or ValueError naming the argument that does not fit."""
+) -> Settings | Computed:  # fmt: skip
+    """What a call computes. Beside `computed` the activation is not looked at.
+
+    Raises TypeError or ValueError naming the argument that does not fit, but for shapes of scales, which the products
+    check.
+    """
     biases = {"b_gate_up": own.b_gate_up, "b_down": own.b_down}
     scales = {"s_gate_up": own.s_gate_up, "s_down": own.s_down}
     settings = None if computed is None else _settings(computed, precision, backend)
-    if isinstance(settings, quantized_mixing.Settings):
+    if isinstance(settings, Computed):
         check_types({"x": x, "experts": experts, "weights": weights})
-        gating.check_form(activation, False)
+        request.check_precision(precision)
         backends.check_name(backend)
         for name, each in (("w_gate_up", own.gate_up), ("w_down", own.down)):
             if each.dtype not in FORMATS:
                 raise TypeError(f"{name}: got dtype {each.dtype}, accepted beside scales are {ACCEPTED}")
         check_shapes(x, experts, weights, own.gate_up, own.down)
+        if len({each == torch.int8 for each in (own.gate_up.dtype, own.down.dtype, settings.dtype)}) > 1:
+            given = f"{own.gate_up.dtype} and {own.down.dtype}, with values of {settings.dtype}"
+            raise TypeError(f"w_gate_up, w_down: got {given}; accepted are all of fp8, or all of int8")
         for name, scale in scales.items():
             request.check_type(name, scale)
+            if scale.dtype != torch.float32 or scale.dim() not in (0, 3):
+                got = f"{scale.dtype} of shape {tuple(scale.shape)}"
+                raise ValueError(f"{name}: got {got}, expected torch.float32 of no or three dimensions")
     else:
         for name, scale in scales.items():
             if scale is not None:
                 raise ValueError(f"{name}: got a tensor, expected None: `computed` names no dtype of quantized values")
-        check(x, experts, weights, own.gate_up, own.down, activation, precision, backend)
+        name = activation if settings is None else "silu"
+        check(x, experts, weights, own.gate_up, own.down, name, precision, backend)
     gating.check_biases(own.gate_up, own.down, biases)
     if settings is None:
         programs = gating.texts(gating.Form(activation), weights, own.b_gate_up, own.b_down)
@@ -85,7 +96,7 @@ def _compute(
     told = (activation if computed is None else computed, precision, backend) if tell else None
     with torch.no_grad(), torch._C._DisableAutocast():
         settings = _asked(x, experts, weights, own, activation, precision, backend, computed)
-        if isinstance(settings, quantized_mixing.Settings):
+        if isinstance(settings, Computed):
             return quantized_mixing.unrecorded(x, experts, weights, own, settings, told)
         return unrecorded(x, experts, weights, w_gate_up, w_down, b_gate_up, b_down, settings, told)
 

@@ -18,7 +18,7 @@ _BIAS, _NAN = 127, 255
 
 
 def unpacked(blocks: Any, scales: Any, name: str) -> torch.Tensor:
-    """The weights in bf16, which holds them exactly: (experts, rows, K).
+    """The weights in bf16: (experts, rows, K). They are exact, but that 4 and 6 times 2^126 and more become infinite.
 
     Args:
         blocks: (experts, rows, K / 32, 16) uint8. scales: (experts, rows, K / 32) uint8. name: of the weight.
@@ -30,15 +30,13 @@ def unpacked(blocks: Any, scales: Any, name: str) -> torch.Tensor:
             got = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor)
             raise TypeError(f"{name}{end}: got {got}, expected {dims} dimensions of torch.uint8")
     if blocks.shape[-1] != BLOCK // 2:
-        raise ValueError(f"{name}_blocks: got shape {tuple(blocks.shape)}, expected {BLOCK // 2} bytes in a block")
+        raise ValueError(f"{name}{ENDINGS[0]}: got shape {tuple(blocks.shape)}, expected {BLOCK // 2} bytes in a block")
     if scales.shape != blocks.shape[:-1]:
-        raise ValueError(f"{name}_scales: got shape {tuple(scales.shape)}, expected {tuple(blocks.shape[:-1])}")
+        raise ValueError(f"{name}{ENDINGS[1]}: got shape {tuple(scales.shape)}, expected {tuple(blocks.shape[:-1])}")
     experts, rows, count = scales.shape
     made = torch.empty((experts, rows, count, BLOCK), dtype=torch.bfloat16, device=blocks.device)
     numbers = torch.tensor([*_NUMBERS, *(-each for each in _NUMBERS)], dtype=torch.bfloat16, device=blocks.device)
-    for part, block, scale in zip(
-        made, blocks, scales.to(blocks.device), strict=True
-    ):  # one by one: indices take 8 bytes
+    for part, block, scale in zip(made, blocks, scales.to(blocks.device), strict=True):  # indices take 8 bytes each
         powers = torch.ldexp(torch.ones_like(scale, dtype=torch.float32), scale.int() - _BIAS)
         powers = powers.masked_fill(scale == _NAN, torch.nan)[..., None]
         for half, index in enumerate((block & 15, block >> 4)):

@@ -365,7 +365,7 @@ def check_quantized(dtype: Any, scaling: Any, accumulate: Any, precision: str | 
 
 
 def check_one(keys: list[str]) -> None:
-    """Raises ValueError where a state has several scales of one weight, of which one would be dropped."""
+    """Raises ValueError where a state has several tensors that say one thing, of which one would be dropped."""
     if len(keys) > 1:
         raise ValueError(f"state_dict: got {' and '.join(keys)}, expected one of them")
 

@@ -11,7 +11,7 @@ import torch
 
 from cutegemm import gating, native
 from cutegemm.grouped import grouped_gemm
-from cutegemm.mixing import adding_of, by_tokens, carried, first_places, sorting_of
+from cutegemm.mixing import adding_of, by_tokens, first_places, sorting_of, text_of
 from cutegemm.problem.grouped_request import Sizes
 from cutegemm.pytorch import grouped_scaled, quantize_spread
 from cutegemm.pytorch.combining import combine
@@ -39,7 +39,7 @@ class Experts(NamedTuple):
         return tuple((weight.mT, scale.mT if scale.dim() else scale) for weight, scale in given)
 
 
-class Settings(NamedTuple):
+class Computed(NamedTuple):
     """What one call computes, besides its tensors.
 
     first, second: the texts of the two products' programs (`gating.texts`). interleaved: whether gate and up take
@@ -56,8 +56,8 @@ class Settings(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As an operator carries it."""
-        return carried(self.first, self.second, self.interleaved, self.dtype, *self.kinds)
+        """JSON of it: the argument `computed` of torch.ops.cutegemm.moe."""
+        return text_of(self.first, self.second, self.interleaved, self.dtype, *self.kinds)
 
     def composed(self, route: Routing, x: Any, top_k: int, experts: Experts) -> torch.Tensor:
         """(tokens, H_out) of x, (tokens, H), in x's dtype."""
@@ -125,15 +125,15 @@ class Settings(NamedTuple):
 
 
 def unrecorded(
-    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, own: Experts, settings: Settings,
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, own: Experts, computed: Computed,
     told: tuple[Any, ...] | None,
 ) -> torch.Tensor:  # fmt: skip
     """The mixture of plain tensors, without gradients: (..., H_out). told: as of `moe.unrecorded`."""
     tokens, chosen, shares = by_tokens(x, experts, weights)
-    route = routing.route(chosen, shares.detach(), own.gate_up.shape[0], settings.backend)
-    rows = settings.composed(route, tokens, chosen.shape[1], own)
+    route = routing.route(chosen, shares.detach(), own.gate_up.shape[0], computed.backend)
+    rows = computed.composed(route, tokens, chosen.shape[1], own)
     if told is not None:
         with fused.planning():
-            how = settings.launches(chosen, shares, tokens, own)
+            how = computed.launches(chosen, shares, tokens, own)
             native.install_mixture((x, experts, weights, *own, *told), how)
     return rows.view(*x.shape[:-1], rows.shape[1])

@@ -12,30 +12,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from cutegemm import gating, mxfp4, native, quantized_mixing, replacing
+from cutegemm import gating, native, quantized_mixing, replacing
 from cutegemm.moe_arguments import check_chosen, check_types
 from cutegemm.problem import request
 from cutegemm.problem.grouped_request import MOST_GROUPS
-from cutegemm.problem.quantization import ACCEPTED_INPUTS, BLOCK, FORMATS, INPUTS
+from cutegemm.problem.quantization import ACCEPTED_INPUTS, INPUTS
 from cutegemm.pytorch import autocast
 from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.pytorch.sharded import is_distributed
-from cutegemm.quantized_linear import Settings, check_one, default_dtype, keeping
-from cutegemm.quantized_mixing import Experts
-from cutegemm.quantized_mixing import Settings as Computed
-from cutegemm.quantized_weights import check_pair, padded, quantized
+from cutegemm.quantized_linear import Settings, default_dtype, keeping
+from cutegemm.quantized_mixing import Computed, Experts
+from cutegemm.quantized_mixture_state import NAMES, forms_of, of_both, translate
+from cutegemm.quantized_weights import padded, quantized
 from cutegemm.router import as_used, check_fit, choose, shown, sized
 
-NAMES = ("gate_up_proj", "down_proj")
 _OWN = tuple(f"{name}{end}" for end in ("", "_bias", "_scale") for name in NAMES)
 """The tensors of a layer in the order of `Experts`."""
-SCALE_ENDINGS = ("_scale", "_scale_inv")
-"""Of the names of scales in a state, behind those of the weights: ours, and those of Hugging Face's fp8 experts. Both
-are factors that the values are multiplied by."""
 
 
 class Fp8MoE(replacing.Translating):
@@ -52,9 +48,10 @@ class Fp8MoE(replacing.Translating):
     is none of fp16, bf16 and fp32. `.to(dtype)` converts it.
 
     `load_state_dict` takes such a state, that of a `MoE`, whose weights it quantizes, and quantized weights whose
-    scales are named `gate_up_proj_scale_inv` and `down_proj_scale_inv`, as Hugging Face names them. Weights in MXFP4,
-    `gate_up_proj_blocks` and `gate_up_proj_scales` and so on, become fp8 without a rounding where the powers of two of
-    those that share a scale lie within 2^14 of each other.
+    scales are named `gate_up_proj_scale_inv` and `down_proj_scale_inv`, as Hugging Face names them. It also takes
+    weights in MXFP4, named `gate_up_proj_blocks`, `gate_up_proj_scales`, `down_proj_blocks` and `down_proj_scales`.
+    Those become e4m3 without a rounding where powers of two of MXFP4 that share a scale of this layer are at most a
+    factor of 2^14 apart (e5m2: 2^28).
 
     Args:
         in_features, hidden_features, num_experts, top_k, out_features, device, router, bias, activation, interleaved:
@@ -124,7 +121,7 @@ class Fp8MoE(replacing.Translating):
         self.activation, self.interleaved = form
 
     def _translate(self, state: dict[str, Any], prefix: str) -> None:
-        _translate(self, state, prefix)
+        translate(self, state, prefix)
 
     @property
     def num_experts(self) -> int:
@@ -145,11 +142,12 @@ class Fp8MoE(replacing.Translating):
         if not torch.compiler.is_dynamo_compiling() and (serves := native.mixture) is not None:
             computed = self._computed(shares, gating.known_texts)  # once a call: what a function reads may change
             if computed is not None:
-                found = serves(*self._asked(input, chosen, shares, computed))
+                found = serves(*self._native_arguments(input, chosen, shares, computed))
                 if found is not None and not (tell := found is NotImplemented):
                     return found
         check_types({"input": input, "experts": chosen, "weights": shares})
-        biases = {f"{name}_bias": getattr(self, f"{name}_bias") for name in NAMES}
+        own = self._experts
+        biases = {f"{name}_bias": each for name, each in zip(NAMES, (own.b_gate_up, own.b_down), strict=True)}
         gating.check_biases(self.gate_up_proj, self.down_proj, biases, "gate_up_proj")
         if is_distributed(input, chosen, shares, *self.buffers()):
             raise ValueError("Fp8MoE: it takes no DTensors; shard the experts of a MoE, or replicate the tokens")
@@ -157,8 +155,7 @@ class Fp8MoE(replacing.Translating):
             raise ValueError(f"input: got shape {tuple(input.shape)}, expected (..., {self.gate_up_proj.shape[-1]})")
         check_chosen("input", input, chosen, shares)
         of_router = "weights of the router" if experts is None else "weights"
-        tensors = zip(_OWN, self._experts, strict=True)
-        for name, each in (("input", input), (of_router, shares), *tensors):
+        for name, each in (("input", input), (of_router, shares), *zip(_OWN, own, strict=True)):
             if each is not None and each.requires_grad and torch.is_grad_enabled():
                 raise RuntimeError(
                     f"{name}: got a tensor that requires grad, and Fp8MoE passes no gradient on (a straight-through "
@@ -173,7 +170,7 @@ class Fp8MoE(replacing.Translating):
         with torch.no_grad(), without:
             computed = computed or self._computed(shares)
             assert computed is not None
-            own, by = self._experts, (computed.precision, computed.backend)
+            by = computed.precision, computed.backend
             if torch.compiler.is_dynamo_compiling() or is_beyond_autograd(input, chosen, shares):
                 if torch.compiler.is_dynamo_compiling() and torch._C._are_functorch_transforms_active():
                     raise NotImplementedError(
@@ -204,7 +201,7 @@ class Fp8MoE(replacing.Translating):
         kinds = given.scaling[0], self._kinds[NAMES[0]], self._kinds[NAMES[1]]
         return Computed(first, second, self.interleaved, given.dtype, kinds, given.how.precision, given.backend)
 
-    def _asked(self, input: Any, experts: Any, weights: Any, computed: Computed) -> tuple[Any, ...]:
+    def _native_arguments(self, input: Any, experts: Any, weights: Any, computed: Computed) -> tuple[Any, ...]:
         """The arguments of `native.mixture`."""
         by = computed.precision, computed.backend
         return input, experts, weights, *self._experts, gating.number_of(computed), *by
@@ -285,9 +282,9 @@ class Fp8MoE(replacing.Translating):
 
         Raises TypeError or ValueError naming the argument.
         """
-        gate_up_scale = _of_both(gate_up_scale, gate_up, interleaved)
+        gate_up_scale = of_both(gate_up_scale, gate_up, interleaved)
         given = (("gate_up", gate_up, gate_up_scale), ("down", down, down_scale))
-        forms = [_forms(*each) for each in given]
+        forms = [forms_of(*each) for each in given]
         _check_shapes(gate_up, down)
         kind = next((kind for kind in forms[0] if kind in forms[1]), None)
         if kind is None or (gate_up.dtype == torch.int8) != (down.dtype == torch.int8):
@@ -319,134 +316,3 @@ def _check_shapes(gate_up: torch.Tensor, down: torch.Tensor, transposed: bool = 
     check_fit(gate_up, down, transposed)
     if not 1 <= gate_up.shape[0] <= MOST_GROUPS:
         raise ValueError(f"gate_up: got {gate_up.shape[0]} experts, accepted are 1 to {MOST_GROUPS}")
-
-
-def _forms(name: str, weight: Any, scale: Any) -> dict[str, torch.Tensor]:
-    """What the scales of a quantized weight may be by their shape, the likeliest kind first: "tensor", (), one for all
-    experts; "blocks", (E, blocks, blocks) or (E, rows, blocks); "rows", (E, rows, 1).
-    """
-    scale = check_pair(weight, scale, 3, name, f"{name}_scale")
-    (count, rows, columns), shape = weight.shape, tuple(scale.shape)
-    of_rows, of_columns = -(-rows // BLOCK), -(-columns // BLOCK)
-    found: dict[str, torch.Tensor] = {}
-    if scale.numel() == 1:
-        found["tensor"] = scale.reshape(())
-    if shape == (count, of_rows, of_columns) or (shape == (count, rows, of_columns) and of_columns > 1):
-        found["blocks"] = scale
-    if shape in ((count, rows), (count, rows, 1)):
-        found["rows"] = scale.reshape(count, rows, 1)
-    elif shape in ((count,), (count, 1), (count, 1, 1)):
-        found["rows"] = scale.reshape(count, 1, 1).expand(count, rows, 1).contiguous()
-    if not found:
-        raise ValueError(
-            f"{name}_scale: got shape {shape} for a weight of shape {tuple(weight.shape)}, accepted are 1 or {count} "
-            f"elements, {(count, rows)}, {(count, rows, 1)}, {(count, of_rows, of_columns)}, for blocks of {BLOCK} x "
-            f"{BLOCK}, and {(count, rows, of_columns)}, for 1 x {BLOCK}"
-        )
-    return found
-
-
-def _of_both(scale: Any, weight: Any, interleaved: bool) -> Any:
-    """The scales of the rows of gate and up, (E, 2 F), where there is one for each of both, (E, 2); else as given."""
-    known = isinstance(scale, torch.Tensor) and isinstance(weight, torch.Tensor) and weight.dim() == 3
-    if not known or tuple(scale.shape) != (weight.shape[0], 2) or weight.shape[1] % 2:
-        return scale
-    count = weight.shape[1] // 2
-    return scale.repeat(1, count) if interleaved else scale.repeat_interleave(count, 1)
-
-
-class _Loaded(NamedTuple):
-    """A weight of a state, and what its scales may be; `Fp8MoE` takes the first of them that suits."""
-
-    weight: torch.Tensor
-    forms: dict[str, torch.Tensor]
-
-
-def _translate(module: Fp8MoE, state: dict[str, Any], prefix: str) -> None:
-    """Makes the entries of an `Fp8MoE` of those of a `MoE` and of Hugging Face's, and room for other scales. Raises
-    TypeError, ValueError or RuntimeError for what does not fit, and then the module is what it was.
-    """
-    found: dict[str, _Loaded] = {}
-    for name in NAMES:
-        _unpack(module, state, prefix, name)
-        keys = [key for end in SCALE_ENDINGS if (key := f"{prefix}{name}{end}") in state]
-        check_one(keys)
-        scales = [state.pop(key) for key in keys]
-        loaded = _loaded(module, name, state.get(f"{prefix}{name}"), scales)
-        if loaded is not None:
-            found[name] = loaded
-        elif scales:
-            state[f"{prefix}{name}_scale"] = scales[0]
-    for name, (weight, _) in found.items():  # before torch copies the weight that fits
-        shapes = tuple(weight.shape), tuple(getattr(module, name).shape)
-        if shapes[0] != shapes[1]:
-            raise RuntimeError(
-                f"state_dict: size mismatch for {prefix}{name}: got shape {shapes[0]}, expected {shapes[1]}"
-            )
-    dtypes = {name: found[name].weight.dtype if name in found else getattr(module, name).dtype for name in NAMES}
-    if len({dtype == torch.int8 for dtype in dtypes.values()}) > 1:
-        given = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        raise ValueError(f"state_dict: got {given}; accepted are two weights of fp8, or two of int8")
-    kinds = dict(module._kinds)
-    for name, (weight, forms) in found.items():
-        other = found.get(NAMES[1 - NAMES.index(name)])
-        own = module._kinds[name]
-        if not (own in forms and forms[own].shape == getattr(module, f"{name}_scale").shape):
-            own = next((kind for kind in forms if other and kind in other.forms), next(iter(forms)))
-        kinds[name] = own
-        state[f"{prefix}{name}"], state[f"{prefix}{name}_scale"] = weight, forms[own]
-    _make_room(module, found, kinds)
-
-
-def _unpack(module: Fp8MoE, state: dict[str, Any], prefix: str, name: str) -> None:
-    """Puts a weight in bf16 in the place of one in MXFP4."""
-    key = f"{prefix}{name}"
-    keys = [key + end for end in mxfp4.ENDINGS if key + end in state]
-    if not keys:
-        return
-    check_one([key for key in (key, keys[0]) if key in state])
-    if len(keys) == 1:
-        missing = next(key + end for end in mxfp4.ENDINGS if key + end not in state)
-        raise RuntimeError(f"state_dict: got {keys[0]} without {missing}")
-    blocks, scales = (state.pop(each) for each in keys)
-    home: torch.Tensor = getattr(module, name)
-    if isinstance(blocks, torch.Tensor) and not home.is_meta:
-        blocks = blocks.to(home.device)
-    weight = mxfp4.unpacked(blocks, scales, key)
-    state[key] = weight.mT if module.transposed else weight  # blocks lie along K whatever other weights do
-
-
-def _loaded(module: Fp8MoE, name: str, weight: Any, scales: list[Any]) -> _Loaded | None:
-    """A weight of a state, quantized if it was not; None for what torch is to refuse by name."""
-    if not isinstance(weight, torch.Tensor):
-        return None
-    own: torch.Tensor = getattr(module, name)
-    weight = weight.flatten(1, 2) if weight.dim() == 4 else weight
-    if scales:
-        forms = _forms(name, weight, scales[0])
-        return _Loaded(padded(weight), forms)
-    if weight.is_floating_point() and weight.dtype not in FORMATS:
-        home = weight if own.is_meta else weight.to(own.device)
-        home = home.mT if module.transposed and home.dim() == 3 else home
-        values, scale = quantized(home, module.settings.dtype, module.settings.scaling[1], name)
-        return _Loaded(values, {module.settings.scaling[1]: scale})
-    if weight.dtype != own.dtype:
-        raise TypeError(f"{name}: got {weight.dtype} without its scales, which the module's {own.dtype} has")
-    return None
-
-
-def _make_room(module: Fp8MoE, found: dict[str, _Loaded], kinds: dict[str, str]) -> None:
-    """For weights of another dtype, and scales of another kind, than the module has."""
-    for name, (weight, forms) in found.items():
-        own, of_own, scale = getattr(module, name), getattr(module, f"{name}_scale"), forms[kinds[name]]
-        if weight.dtype != own.dtype:
-            replacing.give_buffer(module, name, torch.empty_like(own, dtype=weight.dtype))
-        if scale.shape != of_own.shape:
-            room = torch.empty(scale.shape, dtype=torch.float32, device=of_own.device)
-            replacing.give_buffer(module, f"{name}_scale", room)
-    of_input, *others = module.settings[1:]
-    dtype = module.settings.dtype
-    if dtype not in (each := [getattr(module, name).dtype for name in NAMES]):
-        dtype = each[0]
-    module.settings = Settings.of(dtype, (of_input[0], kinds[NAMES[0]]), *others)
-    module._kinds = kinds

@@ -11,7 +11,7 @@ LARGE_GROUP = SKEW * SMALL_SHARE
 BEYOND, BEYOND_FITTED = 0.5, 0.1
 """Tiles that a large group counts beyond its rows divided by those of a tile; the second with option `fit`."""
 NARROWEST = 0.6
-"""What a tile with option `fit` counts at least: its narrowest one has more than half of its columns, in sixteens."""
+"""What a tile with option `fit` counts at least: its narrowest main loop has some 0.55 to 0.67 of its columns."""
 
 
 def tiles_seconds(
@@ -56,17 +56,18 @@ def fourth_mean(one: float, other: float) -> float:
     return math.sqrt(math.sqrt(one**4 + other**4))
 
 
-def tiles_along(extent: int, tile: int, more: float) -> float:
+def tiles_along(extent: int, tile: int, more: float, fitted: bool) -> float:
     """Tiles along rows or columns.
 
     more: tiles that a large group counts beyond those that its share of the rows fills, because its size is known on
     the device alone; 0 for extents that are known on the host. A tile larger than the share holds some groups whole and
     others not, depending on how unequal they are: half of the excess over one tile counts.
+    fitted: tiles have option `fit`. One that is larger than the share then computes little more than the share.
     """
     if more and extent >= LARGE_GROUP:
         found = extent / tile + more
         if tile > extent:
-            if more == BEYOND_FITTED:
+            if fitted:
                 found -= 0.5 * more
                 return found if found > NARROWEST else NARROWEST
             found = 0.5 + 0.5 * found if found > 1 else 1.0

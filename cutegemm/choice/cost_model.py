@@ -106,16 +106,16 @@ def clusters(arch: Arch, size: int) -> int:
 
 FIELDS = (
     "_a_by_k", "_again", "_alternate", "_apart", "_b_by_k", "_balanced", "_bandwidth", "_beside", "_between", "_bk",
-    "_blurred", "_bunch", "_busiest", "_busy", "_cluster_columns", "_cluster_rows", "_crowd", "_early",
-    "_energy_byte", "_energy_step", "_epilogue", "_exchange", "_fixed", "_fold", "_full", "_group", "_group_rows",
-    "_hides", "_idle", "_in_turns", "_itemsize", "_l2", "_last", "_launch", "_learned", "_least_epilogue",
-    "_least_factor", "_least_latency", "_least_latency_lines", "_least_load", "_least_outside", "_least_read",
-    "_least_step", "_least_tail", "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b", "_load_chip",
-    "_lump", "_most_flops", "_multiply", "_out_size", "_outputs", "_outside", "_overlap", "_parts", "_places",
-    "_port", "_beyond_m", "_beyond_n", "_read", "_rereads", "_rest", "_sectors", "_serial", "_shared", "_slower",
-    "_smem", "_split_each", "_split_fixed", "_split_part", "_splits", "_stages", "_stays", "_step_fixed", "_sums",
-    "_swapped", "_tail", "_threads", "_tile_m", "_tile_n", "_torn", "_under", "_uneven", "_waits", "_waits_port",
-    "_waves", "_within", "_writes", "_written",
+    "_blurred", "_bunch", "_busiest", "_busy", "_cluster_columns", "_cluster_rows", "_crowd", "_early", "_energy_byte",
+    "_energy_step", "_epilogue", "_exchange", "_fitted", "_fixed", "_fold", "_full", "_group", "_group_rows", "_hides",
+    "_idle", "_in_turns", "_itemsize", "_l2", "_last", "_launch", "_learned", "_least_epilogue", "_least_factor",
+    "_least_latency", "_least_latency_lines", "_least_load", "_least_outside", "_least_read", "_least_step",
+    "_least_tail", "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b", "_load_chip", "_lump",
+    "_most_flops", "_multiply", "_out_size", "_outputs", "_outside", "_overlap", "_parts", "_places", "_port",
+    "_beyond_m", "_beyond_n", "_read", "_rereads", "_rest", "_sectors", "_serial", "_shared", "_slower", "_smem",
+    "_split_each", "_split_fixed", "_split_part", "_splits", "_stages", "_stays", "_step_fixed", "_sums", "_swapped",
+    "_tail", "_threads", "_tile_m", "_tile_n", "_torn", "_under", "_uneven", "_waits", "_waits_port", "_waves",
+    "_within", "_writes", "_written",
 )  # fmt: skip
 """What a `Model` holds, all of it numbers."""
 _NUMBERS = operator.attrgetter(*FIELDS)
@@ -142,6 +142,7 @@ class Model:
         self._out_size, self._read, self._written = ITEMSIZE[signature.out_dtype], read, out
         self._tile_m, self._tile_n = rows_a, rows_b = f.cluster_tile
         ragged = WORKS[signature.work].ragged
+        self._fitted = f.fitted
         beyond = BEYOND_FITTED if f.fitted else BEYOND
         self._beyond_m, self._beyond_n = beyond if ragged == "m" else 0.0, beyond if ragged == "n" else 0.0
         self._bk, self._splits = f.bk, f.splits
@@ -304,7 +305,8 @@ class Model:
         An estimate that no correction could bring below `best` is not corrected.
         """
         splits, places, within = self._splits, self._places, self._within
-        rows, columns = tiles_along(m, self._tile_m, self._beyond_m), tiles_along(n, self._tile_n, self._beyond_n)
+        rows = tiles_along(m, self._tile_m, self._beyond_m, self._fitted)
+        columns = tiles_along(n, self._tile_n, self._beyond_n, self._fitted)
         tiles = rows * columns * batch
         all_steps = -(-k // self._bk) if k else 1
         steps = -(-all_steps // self._parts)
@@ -457,7 +459,8 @@ class Model:
         if not m * n * batch:
             return self._fixed - self._early  # what every launch costs, and no correction
         places, tile_m, tile_n = self._places, self._tile_m, self._tile_n
-        rows, columns = tiles_along(m, tile_m, self._beyond_m), tiles_along(n, tile_n, self._beyond_n)
+        rows = tiles_along(m, tile_m, self._beyond_m, self._fitted)
+        columns = tiles_along(n, tile_n, self._beyond_n, self._fitted)
         tiles = rows * columns * batch
         all_steps = -(-k // self._bk) if k else 1
         steps = -(-all_steps // self._parts)

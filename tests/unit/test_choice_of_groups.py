@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
+from cutegemm import backend as backends
 from cutegemm import gating
 from cutegemm.choice import heuristics
+from cutegemm.choice.cost_formula import tiles_along
+from cutegemm.cute.hopper.candidates import FITTED_ROWS
 from cutegemm.hardware import arch
 from cutegemm.mixing_gradients import programs_of
 from cutegemm.problem import Problem, grouped_request
@@ -47,6 +51,34 @@ def test_groups_of_some_hundred_rows_take_tiles_that_fit_them(rows, groups, n, k
     found = config(Problem.of(rows, n, k, "bf16", batch=groups, work=work))
     assert str(found).startswith(f"sm90/{tile}/serp8/swap/zig/")
     assert found.fits
+
+
+@pytest.mark.parametrize(
+    ("extent", "tile", "fitted", "tiles"),
+    [
+        (238, 320, True, 238 / 320 + 0.05),  # two tiles of a cluster, of 119 rows each
+        (119, 176, True, 119 / 176 + 0.05), (64, 176, True, 0.6), (512, 320, True, 1.7), (352, 176, True, 2.1),
+        (238, 320, False, 0.5 + 0.5 * (238 / 320 + 0.5)), (64, 176, False, 1.0), (512, 128, False, 4.5),
+        (63, 176, True, 1), (63, 32, False, 2),
+    ],
+)  # fmt: skip
+def test_tiles_that_groups_of_so_many_rows_count(extent, tile, fitted, tiles):
+    assert tiles_along(extent, tile, 0.1 if fitted else 0.5, fitted) == pytest.approx(tiles)
+
+
+def test_more_rows_a_group_count_more_tiles():
+    for fitted, tile in itertools.product((False, True), (96, 128, 160, 176, 256, 320)):
+        found = [tiles_along(extent, tile, 0.1 if fitted else 0.5, fitted) for extent in range(64, 2000)]
+        assert found == sorted(found)
+
+
+@pytest.mark.parametrize("text", [text for each in FITTED_ROWS.values() for text in each])
+def test_the_bound_of_tiles_that_fit_a_group_holds(text):
+    backend = backends.get("cute")
+    problem = Problem.of(512, 512, 512, "bf16", batch=8, work="ragged_m")
+    model = heuristics.model(backend.parse(text), "cute", problem.signature, H200)
+    for rows, (n, k) in itertools.product(range(1, 700, 7), ((1536, 2048), (2880, 2880), (4096, 14336))):
+        assert model.at_least(rows, n, k, 32) <= model.seconds(rows, n, k, 32) * (1 + 1e-9)
 
 
 NARROW, WIDE = "sm90/256x128x64/coop2/c2x1/s4/", "sm90/256x176x64/coop2/c2x1/s3/"

@@ -28,7 +28,7 @@ LAYERS = {
         cutegemm.replacing cutegemm.parallel cutegemm.layer_operator cutegemm.quantized_mlp
         cutegemm.mixing cutegemm.mixing_gradients cutegemm.quantized_mixing cutegemm.quantized_mixture
         cutegemm.moe_operator cutegemm.router cutegemm.gating cutegemm.moe_arguments cutegemm.mxfp4
-        cutegemm.quantized_weights
+        cutegemm.quantized_weights cutegemm.quantized_mixture_state
         cutegemm.emulator.__main__ cutegemm.emulator.workload cutegemm.cutlass2x.__main__""",
     "PyTorch": "cutegemm.pytorch.*",
     "a call": """

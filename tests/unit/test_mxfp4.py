@@ -167,10 +167,20 @@ def test_a_layer_of_fake_tensors_is_made():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"down_proj_scales": None}, RuntimeError, r"got layer\.down_proj_blocks without layer\.down_proj_scales"),
-        ({"down_proj_blocks": None}, RuntimeError, r"got layer\.down_proj_scales without layer\.down_proj_blocks"),
+        ({"down_proj_scales": None}, ValueError, r"got layer\.down_proj_blocks without layer\.down_proj_scales"),
+        ({"down_proj_blocks": None}, ValueError, r"got layer\.down_proj_scales without layer\.down_proj_blocks"),
         ({"down_proj": torch.ones(1)}, ValueError, r"got layer\.down_proj and layer\.down_proj_blocks, expected one"),
         ({"down_proj_scales": torch.ones(COUNT, OUT, 2)}, TypeError, r"layer\.down_proj_scales: got torch\.float32 of"),
+        (
+            {"down_proj_scale_inv": torch.ones(COUNT, OUT, 1)},
+            ValueError,
+            r"got layer\.down_proj_scale_inv and layer\.down_proj_blocks, expected one of them",
+        ),
+        (
+            {"down_proj_blocks": torch.ones(COUNT, OUT, 2, 16, dtype=torch.uint8, device="meta")},
+            ValueError,
+            r"layer\.down_proj_blocks: it is on meta, expected a tensor with numbers",
+        ),
         ({"down_proj_blocks": 3}, TypeError, r"layer\.down_proj_blocks: got <class 'int'>, expected 4 dimensions"),
         (
             {"down_proj_scales": torch.ones(COUNT, OUT, 3, dtype=torch.uint8)},

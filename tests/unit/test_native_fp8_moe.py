@@ -216,7 +216,7 @@ def test_what_records_gradients_is_left_to_python():
     with served(in_cpp=True):
         for _ in range(2):
             SERVED["rows"]()
-        given = ROWS._asked(X, EXPERTS, WEIGHTS, ROWS._computed(WEIGHTS))
+        given = ROWS._native_arguments(X, EXPERTS, WEIGHTS, ROWS._computed(WEIGHTS))
         assert isinstance(native.mixture(*given), torch.Tensor)
         for place in (0, 2, 7, 8):
             recorded = [each.clone().requires_grad_() if i == place else each for i, each in enumerate(given)]

@@ -15,7 +15,7 @@ namespace cutegemm {
 struct Key {
   int count = 0;
   uint64_t hash = 1469598103934665603u;
-  std::array<int64_t, 64> words;  // written up to `count`
+  std::array<int64_t, 64> words;  // written up to `count`; a mixture has most, 3 + 3 x 5 + 6 x 7
 
   void add(int64_t word) {
     words[count++] = word;

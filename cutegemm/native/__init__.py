@@ -241,11 +241,11 @@ def install_mixture(arguments: tuple[Any, ...], how: tuple[Any, ...] | None) -> 
     """Remembers what launches the call `mixture(*arguments)`, and all like it.
 
     how: the launchers that sort, of experts, weights, ends, places, rows, sorted weights, row_of and counts; how many
-        counts there are; those that copy rows in front, one at most, of x or its values, row_of and the copies; what
-        `cutegemm.run.fused.launch_of` gives of the two products: of x, w_gate_up, ends, rows, places, the sorted
-        weights, b_gate_up and the scales of x and of w_gate_up, and of the hidden rows, w_down and so on; the launchers
-        that add up these rows, of them, row_of and the sums; and None, or how x and the hidden rows are quantized, each
-        as in `install_quantize`, and the dtype of their values. None: Python computes it.
+        counts there are; at most one launcher that copies rows before the first product, of x or its values, row_of
+        and the copies; what `cutegemm.run.fused.launch_of` gives of the two products: of x, w_gate_up, ends, rows,
+        places, the sorted weights, b_gate_up and the scales of x and of w_gate_up, and of the hidden rows, w_down and
+        so on; the launchers that add up these rows, of them, row_of and the sums; and None, or how x and the hidden
+        rows are quantized, each as in `install_quantize`, and the dtype of their values. None: Python computes it.
     """
     if _state.module is not None:
         _state.module.install_mixture(*arguments, how)

@@ -163,6 +163,7 @@ def texts(form: Form, weights: torch.Tensor, b_gate_up: Any = None, b_down: Any 
 _NUMBERS: dict[Hashable, int] = {}
 _NEW_NUMBERS = itertools.count(16)
 """Smaller ones are places of names in the C++ part."""
+_MOST_NUMBERS = 4096
 
 
 def known_texts(form: Form, weights: Any, b_gate_up: Any, b_down: Any) -> tuple[str, str] | None:
@@ -180,7 +181,11 @@ def number_of(computed: Hashable) -> int:
     `quantized_mixing.Computed`.
     """
     found = _NUMBERS.get(computed)
-    return _NUMBERS.setdefault(computed, next(_NEW_NUMBERS)) if found is None else found
+    if found is not None:
+        return found
+    if len(_NUMBERS) >= _MOST_NUMBERS:  # no number is given twice: what was known by one of these is told again
+        _NUMBERS.clear()
+    return _NUMBERS.setdefault(computed, next(_NEW_NUMBERS))
 
 
 def _texts(

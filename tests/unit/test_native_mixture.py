@@ -329,3 +329,22 @@ def test_plans_are_not_forgotten_between_a_plan_and_what_is_told_of_it(monkeypat
 @pytest.mark.parametrize("layer", [LAYER, OTHER], ids=["plain", "biases"])
 def test_torch_compile_puts_an_operator_into_its_graph_which_is_served(layer):
     assert_compiled_to_one_operator(layer, (X, EXPERTS, WEIGHTS), torch.ops.cutegemm.moe)
+
+
+def test_numbers_of_forms_are_not_kept_for_ever(monkeypatch):
+    monkeypatch.setattr(cutegemm.gating, "_MOST_NUMBERS", 3)
+    monkeypatch.setattr(cutegemm.gating, "_NUMBERS", {})
+    factor = 0.0
+
+    def scaled(gate, up):
+        return gate * factor + up
+
+    with served(in_cpp=True) as launched:
+        for _ in range(8):
+            factor += 1
+            want = mixture(activation=scaled, backend="torch")
+            for _ in range(2):
+                launched.clear()
+                torch.testing.assert_close(mixture(activation=scaled), want)
+            assert {each.by for each in launched} == {"C++"}
+            assert len(cutegemm.gating._NUMBERS) <= 3

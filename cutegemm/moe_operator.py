@@ -18,6 +18,7 @@ from cutegemm.moe import unrecorded
 from cutegemm.moe_arguments import check, check_shapes, check_types
 from cutegemm.problem import request
 from cutegemm.problem.quantization import ACCEPTED, FORMATS
+from cutegemm.problem.quantization_request import SCALINGS
 from cutegemm.pytorch import grouped_operator
 from cutegemm.pytorch.program_autograd import refuse_tangents
 from cutegemm.pytorch.program_operator import program_of
@@ -33,13 +34,17 @@ def _settings(computed: str, precision: str | None, backend: str) -> Settings | 
     try:
         read = json.loads(computed)
         first, second, interleaved, *rest = read if isinstance(read, list) else list[Any]()
+        if [type(each) for each in (first, second, interleaved)] != [str, str, bool]:
+            raise ValueError
         if not rest:
             return Settings(first, second, interleaved, precision, backend)
         name, of_x, of_gate_up, of_down = rest
         dtype = next(dtype for dtype in FORMATS if str(dtype) == name)
         kinds = of_x, of_gate_up, of_down
+        if any(each not in SCALINGS for each in kinds):
+            raise ValueError
         return Computed(first, second, interleaved, dtype, kinds, precision, backend)
-    except (ValueError, StopIteration):
+    except (RecursionError, StopIteration, ValueError):
         raise ValueError(f"computed: got {computed[:80]!r}, expected what mixing.Settings.text gives") from None
 
 
@@ -82,7 +87,9 @@ def _asked(
         programs = gating.texts(gating.Form(activation), weights, own.b_gate_up, own.b_down)
         return Settings(*programs, False, precision, backend)
     for (name, bias), text, inputs in zip(biases.items(), (settings.first, settings.second), (3, 2), strict=True):
-        if (bias is not None) != (len(program_of(text).inputs) == inputs):
+        if (taken := len(program_of(text).inputs)) not in (inputs - 2, inputs):
+            raise ValueError(f"computed: got a program of {taken} operands, expected {inputs - 2} or {inputs}: {text}")
+        if (bias is not None) != (taken == inputs):
             given, expected = ("a tensor", "None") if bias is not None else ("None", "a tensor")
             raise ValueError(f"{name}: got {given}, expected {expected} with this `computed`")
     return settings

@@ -11,7 +11,7 @@ from cutegemm.problem.quantization import ACCEPTED, BLOCK, FORMATS, PITCH, new_v
 from cutegemm.quantize import dequantize, quantize
 
 PROBED = 16
-"""Rows of a matrix that are looked at first: where none of them is exact, no other is taken to be."""
+"""So many rows of a matrix, or more, are looked at first. Where no scale of them is exact, no other is taken to be."""
 
 
 def quantized(
@@ -43,10 +43,13 @@ def _keep_exact(weight: torch.Tensor, values: torch.Tensor, scale: torch.Tensor)
     """
     mantissa, exponent = torch.frexp(scale)
     powers = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
+    count = weight.shape[-2]
+    few = torch.arange(0, count, max(count // PROBED, 1), device=weight.device)
     of_few = powers
     if scale.dim():
-        of_few = powers[..., : PROBED if scale.shape[-2] == weight.shape[-2] else 1, :]
-    if _inexact(weight[..., :PROBED, :], of_few, values.dtype).any(-1).all():
+        of_few = powers.index_select(-2, few if scale.shape[-2] == count else few // BLOCK)
+    elements = _inexact(weight.index_select(-2, few), of_few, values.dtype).flatten(0, -2)
+    if _of_scales(elements, of_few.flatten(0, -2) if scale.dim() else elements[:, :1]).all():
         return
     parts = [(weight, values, scale, powers)]
     if weight.dim() == 3 and scale.dim():  # one after the other, to need less memory
@@ -58,9 +61,9 @@ def _keep_exact(weight: torch.Tensor, values: torch.Tensor, scale: torch.Tensor)
 
 
 def _inexact(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Which elements differ from their values by these scales."""
+    """Which elements differ from their values by these scales; all infinite ones, which `quantize` saturates."""
     values, _ = quantize(weight, dtype, scale=scale)
-    return dequantize(values, scale, weight.dtype) != weight
+    return (dequantize(values, scale, weight.dtype) != weight) | weight.isinf()
 
 
 def _of_scales(elements: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

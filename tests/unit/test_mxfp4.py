@@ -135,6 +135,38 @@ def test_a_linear_whose_weight_has_few_bits_is_quantized_without_a_rounding(dtyp
     assert not torch.equal(cutegemm.dequantize(values, scale, dtype), weight)
 
 
+@pytest.mark.parametrize("at", [(0, 0), (300, 300)])
+@pytest.mark.parametrize("scaling", ["rows", "blocks"])
+def test_a_large_number_anywhere_leaves_the_other_scales_exact(scaling, at, seed):
+    generator = torch.Generator().manual_seed(seed)
+    weight = (torch.randint(-15, 16, (512, 512), generator=generator) * 0.25).bfloat16()
+    weight[at] = 1e6
+    made = Fp8Linear.from_linear(_linear(weight), scaling=scaling)
+    exact = torch.frexp(made.weight_scale).mantissa == 0.5
+    assert exact.numel() - exact.sum() <= 1
+    spoilt = torch.zeros(512, 512, dtype=torch.bool)
+    spoilt[at[0] if scaling == "rows" else slice(at[0] // 128 * 128, at[0] // 128 * 128 + 128)] = True
+    assert torch.equal(made.dequantized()[~spoilt], weight[~spoilt])
+
+
+def test_rows_that_are_not_exact_in_front_of_others(seed):
+    """As where gate and up of a gated MLP are stacked."""
+    generator = torch.Generator().manual_seed(seed)
+    gate = torch.randn(300, 90, generator=generator)
+    up = torch.randint(-15, 16, (300, 90), generator=generator) * 0.25
+    made = Fp8Linear.from_linear(_linear(torch.cat((gate, up))))
+    assert torch.equal(made.dequantized(torch.float32)[300:], up)
+
+
+def test_infinite_weights_are_the_largest_finite_ones():
+    weight = torch.zeros(4, 8)
+    weight[0, 0] = torch.inf
+    made = Fp8Linear.from_linear(_linear(weight))
+    values, scale = cutegemm.quantize(weight, E4M3)
+    assert torch.equal(made.weight.float(), values.float())
+    assert torch.equal(made.weight_scale, scale)
+
+
 def _linear(weight: torch.Tensor) -> torch.nn.Linear:
     made = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
     made.weight = torch.nn.Parameter(weight)

@@ -182,6 +182,17 @@ def test_calls_with_one_key_launch_one_kernel():
     assert_each_has_a_launch_of_its_own(calls)
 
 
+@pytest.mark.parametrize("name", ["gemm_program", "grouped_gemm"])
+def test_a_known_call_refuses_what_it_cannot_save(name):
+    first = (X, W[0]) if name == "gemm_program" else (X, W, ENDS, None, None, None, None)
+    given = *first, [], [], [], cutegemm.trace_epilogue(ops.relu, ()).text
+    with served(in_cpp=True):
+        for _ in range(2):
+            getattr(torch.ops.cutegemm, name)(*given)
+        with pytest.raises(ValueError, match="save: got 'all', accepted are"):
+            getattr(torch.ops.cutegemm, name)(*given, save="all")
+
+
 def test_a_pass_in_front_is_left_to_python(monkeypatch):
     """It gathers the rows of wide products."""
     monkeypatch.setattr(packing, "gathers_first", lambda *given: True)

@@ -116,6 +116,13 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "no such activation, a bias": lambda: mixture(activation="tanh", b_down=OF_DOWN),
     "no such activation, in turn": lambda: mixture(activation="tanh", interleaved=True),
     "an activation that is no text": lambda: mixture(activation="\ud800"),
+    "the operator, texts that are numbers": lambda: torch.ops.cutegemm.moe(
+        X, EXPERTS, WEIGHTS, GATE_UP, DOWN, computed="[1, 2, true]"),
+    "the operator, too deep a text": lambda: torch.ops.cutegemm.moe(
+        X, EXPERTS, WEIGHTS, GATE_UP, DOWN, computed="[" * 100000),
+    "the operator, programs exchanged": lambda: torch.ops.cutegemm.moe(
+        X, EXPERTS, WEIGHTS, GATE_UP, DOWN, computed=COMPUTED._replace(
+            first=COMPUTED.second, second=COMPUTED.first).text),
     "the operator, a number": lambda: torch.ops.cutegemm.moe(X, EXPERTS, WEIGHTS, GATE_UP, DOWN, computed="5"),
     "the operator, no bias": lambda: torch.ops.cutegemm.moe(
         X, EXPERTS, WEIGHTS, GATE_UP, DOWN, b_gate_up=OF_BOTH, computed=COMPUTED.text),

@@ -32,7 +32,7 @@ inline std::vector<at::Tensor> grouped_gemm_by_operator(
   for (const OptionalTensor* array : {&offsets, &counts, &rows})
     if (*array) tensors.push_back(&**array);
   for (const at::Tensor& operand : operands) tensors.push_back(&operand);
-  if (from.is_plain() && offsets.has_value() != counts.has_value() && !places && !out_rows && !config && !zeros &&
+  if (from.is_plain() && offsets.has_value() != counts.has_value() && !places && !out_rows && !config && !zeros && saves(save) &&
       nothing_recorded(tensors) && !looks_at_sizes()) {
     ToProgram of;
     of.program = number_of(text_of_groups(program, counts.has_value(), rows.has_value()));

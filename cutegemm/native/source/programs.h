@@ -169,6 +169,9 @@ inline int64_t number_of(Text text) {
   return texts->number_of(text);
 }
 
+// What operators take as `save`, which a call that records nothing only checks.
+inline bool saves(Text how) { return how == "outputs" || how == "recompute"; }
+
 // The operator gemm_program, whose hook in Python is called as hook(keys, unknown, *arguments).
 template <typename... Rest>
 std::vector<at::Tensor> gemm_program_by_operator(
@@ -182,8 +185,14 @@ std::vector<at::Tensor> gemm_program_by_operator(
     of.program = number_of(program);
     if (out_dtype) of.options.out_dtype = static_cast<int>(*out_dtype);
     int position = 0, field = 0;
-    ((position++ == OWN_OPTION ? void() : of.options.take(field++, rest)), ...);
     bool described = of.describe(a, b);
+    const auto take = [&](const OptionalText& option) {
+      if (position++ == OWN_OPTION)
+        described = described && saves(*option);
+      else
+        of.options.take(field++, option);
+    };
+    (take(rest), ...);
     for (const at::Tensor& operand : operands) described = described && of.add(operand);
     described = described && of.add(numbers, integers);
     if (described) {

@@ -63,12 +63,16 @@ def translate(module: Any, state: dict[str, Any], prefix: str) -> None:
     TypeError, ValueError or RuntimeError for what does not fit, and then the module is what it was.
     """
     found: dict[str, _Loaded] = {}
+    one_way = set[str]()  # weights that lie in one way only, whatever `transposed` says
     for name in NAMES:
         key, own = f"{prefix}{name}", getattr(module, name)
-        _unpack(module, state, key, own)
+        if _unpack(module, state, key, own):
+            one_way.add(key)
         keys = [key + end for end in SCALE_ENDINGS if key + end in state]
         check_one(keys)
         scales = [state.pop(each) for each in keys]
+        if scales:
+            one_way.add(key)
         loaded = _loaded(module, key, own, state.get(key), scales)
         if loaded is not None:
             found[name] = loaded
@@ -77,7 +81,7 @@ def translate(module: Any, state: dict[str, Any], prefix: str) -> None:
     for name, (weight, _) in found.items():  # before torch copies the weight that fits
         key, expected = f"{prefix}{name}", getattr(module, name).shape
         if weight.shape != expected:
-            raise RuntimeError(_mismatch(module, key, state[key], weight.shape, expected))
+            raise RuntimeError(_mismatch(module, key, weight.shape, expected, key not in one_way))
     dtypes = {name: found[name].weight.dtype if name in found else getattr(module, name).dtype for name in NAMES}
     if len({dtype == torch.int8 for dtype in dtypes.values()}) > 1:
         given = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
@@ -93,21 +97,21 @@ def translate(module: Any, state: dict[str, Any], prefix: str) -> None:
     _make_room(module, found, kinds)
 
 
-def _mismatch(module: Any, key: str, given: Any, shape: torch.Size, expected: torch.Size) -> str:
-    """Why a weight of that shape does not fit. given: as it stands in the state, which may be the other way round."""
+def _mismatch(module: Any, key: str, shape: torch.Size, expected: torch.Size, turns: bool) -> str:
+    """Why a weight of that shape, as the module has it, does not fit. turns: whether `transposed` is about it."""
     shapes, hint = [tuple(shape), tuple(expected)], ""
-    turned = [(e, k, n) for e, n, k in shapes]
-    if given.is_floating_point() and given.dtype not in FORMATS:  # quantized weights lie in one way only
+    turned = [(each[0], each[2], each[1]) if len(each) == 3 else each for each in shapes]
+    if turns:
         hint = f"; with transposed={not module.transposed} it would fit" if turned[0] == shapes[1] else ""
         shapes = turned if module.transposed else shapes
     return f"state_dict: size mismatch for {key}: got shape {shapes[0]}, expected {shapes[1]}{hint}"
 
 
-def _unpack(module: Any, state: dict[str, Any], key: str, home: torch.Tensor) -> None:
-    """Puts a weight in bf16 in the place of one in MXFP4. home: the module's own."""
+def _unpack(module: Any, state: dict[str, Any], key: str, home: torch.Tensor) -> bool:
+    """Puts a weight in bf16 in the place of one in MXFP4, and says whether there was one. home: the module's own."""
     keys = [key + end for end in mxfp4.ENDINGS if key + end in state]
     if not keys:
-        return
+        return False
     others = (key, *(key + end for end in SCALE_ENDINGS))
     check_one([*(each for each in others if each in state), keys[0]])
     if len(keys) == 1:
@@ -121,6 +125,7 @@ def _unpack(module: Any, state: dict[str, Any], key: str, home: torch.Tensor) ->
         blocks = blocks.to(home.device)
     weight = mxfp4.unpacked(blocks, scales, key)
     state[key] = weight.mT if module.transposed else weight  # blocks lie along K whatever other weights do
+    return True
 
 
 def _loaded(module: Any, key: str, own: torch.Tensor, weight: Any, scales: list[Any]) -> _Loaded | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -242,3 +243,22 @@ def test_a_state_that_does_not_fit_changes_nothing(change, error, message, seed)
         model.load_state_dict(state)
     for name, each in model.state_dict().items():
         assert torch.equal(each.float(), before[name].float())
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_messages_show_shapes_as_they_were_given(transposed, seed):
+    made = Fp8MoE(IN, HIDDEN, COUNT, out_features=OUT, transposed=transposed)
+    gate_up, down = torch.randn(COUNT, 2 * HIDDEN, IN), torch.randn(COUNT, OUT, HIDDEN)
+    if not transposed:
+        gate_up, down = gate_up.mT, down.mT
+    shapes = f"got shape {tuple(gate_up.shape)}, expected {tuple(gate_up.mT.shape)}; with transposed={not transposed}"
+    with pytest.raises(RuntimeError, match=re.escape(shapes)):
+        made.load_state_dict({"gate_up_proj": gate_up, "down_proj": down})
+    with pytest.raises(RuntimeError, match=r"size mismatch for gate_up_proj: got shape \(8, 4\), expected \(3, "):
+        made.load_state_dict({"gate_up_proj": torch.randn(8, 4), "down_proj": down})
+    state = packed(seed)
+    for end in mxfp4.ENDINGS:
+        state[f"gate_up_proj{end}"] = state[f"gate_up_proj{end}"][:, :-8]
+    shapes = f"got shape {(COUNT, 2 * HIDDEN - 8, IN)}, expected {(COUNT, 2 * HIDDEN, IN)}"
+    with pytest.raises(RuntimeError, match=re.escape(shapes)):
+        made.load_state_dict(state)

@@ -32,11 +32,10 @@ class Experts(NamedTuple):
     s_gate_up: Any
     s_down: Any
 
-    @property
-    def factors(self) -> tuple[tuple[Any, Any], ...]:
-        """Of each product its second operand, (E, K, N), and the scales of that."""
-        given = (self.gate_up, self.s_gate_up), (self.down, self.s_down)
-        return tuple((weight.mT, scale.mT if scale.dim() else scale) for weight, scale in given)
+    def factor(self, number: int) -> tuple[Any, Any]:
+        """Of the product of that number, 0 or 1, the second operand, (E, K, N), and the scales of that."""
+        weight, scale = ((self.gate_up, self.s_gate_up), (self.down, self.s_down))[number]
+        return weight.mT, scale.mT if scale.dim() else scale
 
 
 class Computed(NamedTuple):
@@ -79,7 +78,7 @@ class Computed(NamedTuple):
         out_dtype: torch.dtype,
     ) -> Any:  # fmt: skip
         """Quantized rows, (values, scales), times the weights of that number, by the program of that text."""
-        (values, scale), (b, of_b), kinds = given, experts.factors[number], (self.kinds[0], self.kinds[1 + number])
+        (values, scale), (b, of_b), kinds = given, experts.factor(number), (self.kinds[0], self.kinds[1 + number])
         return grouped_gemm(
             values, b, ends, epilogue=program_of(text), operands=operands, out_dtype=out_dtype, scale_a=scale,
             scale_b=of_b, scaling=kinds, precision=self.precision, backend=self.backend,
@@ -112,7 +111,7 @@ class Computed(NamedTuple):
         places: Sequence[tuple[int, int]], ends: Any, out_dtype: torch.dtype,
     ) -> tuple[Any, ...] | None:  # fmt: skip
         """Of a product: of the tensors given to it the scales of the rows are number 7, those of the weights 8."""
-        (values, scale), (b, of_b), kinds = given, experts.factors[number], (self.kinds[0], self.kinds[1 + number])
+        (values, scale), (b, of_b), kinds = given, experts.factor(number), (self.kinds[0], self.kinds[1 + number])
         sizes, scales = Sizes(ends), Scaling(scale, of_b, kinds)
         program, all_operands, out_dtype = grouped_scaled.arguments(
             values, b, sizes, program_of(text), operands, scales, None, out_dtype, self.precision, self.backend

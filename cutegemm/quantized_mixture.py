@@ -170,12 +170,12 @@ class Fp8MoE(replacing.Translating):
         with torch.no_grad(), without:
             computed = computed or self._computed(shares)
             assert computed is not None
-            by = computed.precision, computed.backend
-            if torch.compiler.is_dynamo_compiling() or is_beyond_autograd(input, chosen, shares):
-                if torch.compiler.is_dynamo_compiling() and torch._C._are_functorch_transforms_active():
-                    raise NotImplementedError(
-                        "Fp8MoE: it passes no gradient on, and takes no other transform of torch.func; call it outside"
-                    )
+            by, compiling = (computed.precision, computed.backend), torch.compiler.is_dynamo_compiling()
+            if compiling and torch._C._are_functorch_transforms_active():
+                raise NotImplementedError(
+                    "Fp8MoE: it passes no gradient on, and takes no other transform of torch.func; call it outside"
+                )
+            if compiling or is_beyond_autograd(input, chosen, shares):
                 made: torch.Tensor = torch.ops.cutegemm.moe(
                     input, chosen, shares, own.gate_up, own.down, "silu", *by, *own[2:], computed.text
                 )

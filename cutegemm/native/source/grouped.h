@@ -32,20 +32,15 @@ inline std::vector<at::Tensor> grouped_gemm_by_operator(
   for (const OptionalTensor* array : {&offsets, &counts, &rows})
     if (*array) tensors.push_back(&**array);
   for (const at::Tensor& operand : operands) tensors.push_back(&operand);
-  if (from.is_plain() && offsets.has_value() != counts.has_value() && !places && !out_rows && !config && !zeros && saves(save) &&
-      nothing_recorded(tensors) && !looks_at_sizes()) {
+  if (from.is_plain() && offsets.has_value() != counts.has_value() && !places && !out_rows && !config && !zeros &&
+      saves(save) && nothing_recorded(tensors) && !looks_at_sizes()) {
     ToProgram of;
     of.program = number_of(text_of_groups(program, counts.has_value(), rows.has_value()));
     if (out_dtype) of.options.out_dtype = static_cast<int>(*out_dtype);
     of.options.take(PRECISION, precision), of.options.take(BACKEND, backend);
     bool described = of.describe(a, b);
     for (size_t i = 2; i < tensors.size(); ++i) described = described && of.add(*tensors[i]);
-    described = described && of.add(numbers, integers);
-    if (described) {
-      Results made;
-      found = computed(of, made);
-      if (found == Found::launch) return listed(made);
-    }
+    if (auto made = computed(of, described, numbers, integers, found)) return std::move(*made);
   }
   WithInterpreter held;
   return taken_list(call(

@@ -175,16 +175,11 @@ constexpr Py_ssize_t TO_MIX = 12;
 
 // The place of an activation, or the number of what an operator computes, whose text begins with a bracket.
 inline bool read_computed(PyObject* object, int& activation) {
-  if (!PyUnicode_CheckExact(object)) return false;
-  Py_ssize_t size = 0;
-  const char* text = PyUnicode_AsUTF8AndSize(object, &size);
-  if (text == nullptr) {
-    PyErr_Clear();
-    return false;
-  }
-  if (size == 0 || text[0] != '[') return read_name(object, activations, activation);
-  activation = number_of_computed(Text(text, static_cast<size_t>(size)));
-  return activation > 0;
+  Text text;
+  if (!read_text(object, text)) return false;
+  const bool is_name = text.empty() || text[0] != '[';
+  activation = is_name ? activations.find(text) : number_of_computed(text);
+  return activation >= 0;
 }
 
 inline bool read(PyObject* const* args, ToMix& of) {

@@ -32,11 +32,6 @@ struct ProgramLaunch : Launch {
 using Results = c10::SmallVector<at::Tensor, 2>;
 using Values = c10::SmallVector<Value, 4>;
 
-// As an operator returns them.
-inline std::vector<at::Tensor> listed(Results& made) {
-  return {std::make_move_iterator(made.begin()), std::make_move_iterator(made.end())};
-}
-
 // Computes into new tensors, all on that device. shape: of the first, in place of the launch's own with as many elements.
 // False where Python must compute.
 inline bool compute(
@@ -169,6 +164,16 @@ inline int64_t number_of(Text text) {
   return texts->number_of(text);
 }
 
+// The results of an operator whose tensors were described, where they can be computed here.
+inline std::optional<std::vector<at::Tensor>> computed(
+    ToProgram& of, bool described, c10::ArrayRef<double> numbers, c10::SymIntArrayRef integers, Found& found) {
+  if (!described || !of.add(numbers, integers)) return std::nullopt;
+  Results made;
+  found = computed(of, made);
+  if (found != Found::launch) return std::nullopt;
+  return std::vector<at::Tensor>(std::make_move_iterator(made.begin()), std::make_move_iterator(made.end()));
+}
+
 // What operators take as `save`, which a call that records nothing only checks.
 inline bool saves(Text how) { return how == "outputs" || how == "recompute"; }
 
@@ -194,12 +199,7 @@ std::vector<at::Tensor> gemm_program_by_operator(
     };
     (take(rest), ...);
     for (const at::Tensor& operand : operands) described = described && of.add(operand);
-    described = described && of.add(numbers, integers);
-    if (described) {
-      Results made;
-      found = computed(of, made);
-      if (found == Found::launch) return listed(made);
-    }
+    if (auto made = computed(of, described, numbers, integers, found)) return std::move(*made);
   }
   WithInterpreter held;
   std::vector<PyObject*> given{

@@ -31,16 +31,24 @@ inline bool read_tensor(PyObject* object, const at::Tensor*& tensor) {
   return true;
 }
 
-inline bool read_name(PyObject* object, const Names& names, int& place) {
-  if (object == Py_None) return (place = names.none) >= 0;
+// False for what is no text, or none that UTF-8 has.
+inline bool read_text(PyObject* object, Text& text) {
   if (!PyUnicode_CheckExact(object)) return false;
   Py_ssize_t size = 0;
-  const char* text = PyUnicode_AsUTF8AndSize(object, &size);
-  if (text == nullptr) {
+  const char* start = PyUnicode_AsUTF8AndSize(object, &size);
+  if (start == nullptr) {
     PyErr_Clear();
     return false;
   }
-  place = names.find(Text(text, static_cast<size_t>(size)));
+  text = Text(start, static_cast<size_t>(size));
+  return true;
+}
+
+inline bool read_name(PyObject* object, const Names& names, int& place) {
+  if (object == Py_None) return (place = names.none) >= 0;
+  Text text;
+  if (!read_text(object, text)) return false;
+  place = names.find(text);
   return place >= 0;
 }
 

@@ -12,13 +12,13 @@ import torch
 
 BLOCK = 32
 ENDINGS = ("_blocks", "_scales")
-"""Of the names in a state, behind that of the weight."""
+"""Endings of the two names in a state, behind that of the weight."""
 _NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS, _NAN = 127, 255
 
 
 def unpacked(blocks: Any, scales: Any, name: str) -> torch.Tensor:
-    """The weights in bf16: (experts, rows, K). They are exact, but that 4 and 6 times 2^126 and more become infinite.
+    """The weights in bf16: (experts, rows, K). They are exact, but numbers of 2^128 and more become infinite.
 
     Args:
         blocks: (experts, rows, K / 32, 16) uint8. scales: (experts, rows, K / 32) uint8. name: of the weight.

@@ -33,7 +33,7 @@ class Experts(NamedTuple):
     s_down: Any
 
     def factor(self, number: int) -> tuple[Any, Any]:
-        """Of the product of that number, 0 or 1, the second operand, (E, K, N), and the scales of that."""
+        """The second operand of product 0 or 1, (E, K, N), and its scales."""
         weight, scale = ((self.gate_up, self.s_gate_up), (self.down, self.s_down))[number]
         return weight.mT, scale.mT if scale.dim() else scale
 

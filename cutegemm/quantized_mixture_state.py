@@ -13,8 +13,8 @@ from cutegemm.quantized_weights import check_pair, padded, quantized
 
 NAMES = ("gate_up_proj", "down_proj")
 SCALE_ENDINGS = ("_scale", "_scale_inv")
-"""Of the names of scales in a state, behind those of the weights: ours, and those of Hugging Face's fp8 experts. Both
-are factors that the values are multiplied by."""
+"""Endings of the names of scales in a state: ours, and that of Hugging Face's fp8 experts. Values are multiplied by
+either."""
 
 
 def forms_of(name: str, weight: Any, scale: Any) -> dict[str, torch.Tensor]:
@@ -98,7 +98,9 @@ def translate(module: Any, state: dict[str, Any], prefix: str) -> None:
 
 
 def _mismatch(module: Any, key: str, shape: torch.Size, expected: torch.Size, turns: bool) -> str:
-    """Why a weight of that shape, as the module has it, does not fit. turns: whether `transposed` is about it."""
+    """The message for a weight that does not fit. shape, expected: as the module keeps weights. turns: whether the
+    state's weight lies as `transposed` says.
+    """
     shapes, hint = [tuple(shape), tuple(expected)], ""
     turned = [(each[0], each[2], each[1]) if len(each) == 3 else each for each in shapes]
     if turns:

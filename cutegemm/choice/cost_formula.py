@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 
-from cutegemm.problem.work import SKEW, SMALL_SHARE
+from cutegemm.problem.work import LARGE_SHARE
 
-LARGE_GROUP = SKEW * SMALL_SHARE
-"""From so many rows (or columns) a group on, its last tile is taken to be half full."""
 BEYOND, BEYOND_FITTED = 0.5, 0.1
 """Tiles that a large group counts beyond its rows divided by those of a tile; the second with option `fit`."""
 NARROWEST = 0.6
@@ -64,7 +62,7 @@ def tiles_along(extent: int, tile: int, more: float, fitted: bool) -> float:
     others not, depending on how unequal they are: half of the excess over one tile counts.
     fitted: tiles have option `fit`. One that is larger than the share then computes little more than the share.
     """
-    if more and extent >= LARGE_GROUP:
+    if more and extent >= LARGE_SHARE:
         found = extent / tile + more
         if tile > extent:
             if fitted:

@@ -18,6 +18,9 @@ SMALL_SHARE = 32
 """Rows (or columns) a group up to which its weights take longer to read than to multiply on every GPU of the table."""
 SKEW = 2
 """What such a share counts for: of rows drawn uniformly few groups have more than twice the mean; not measured."""
+LARGE_SHARE = 54
+"""Rows (or columns) a group from which the cost model counts tiles beyond those that the rows fill. A doubled share is
+less, or unequal sizes would count twice."""
 _AXES = {"a": "mk", "b": "kn", "c": "mn", "d": "mn"}
 
 
@@ -78,7 +81,7 @@ class Work:
         batch = max(min(batch, extent), 1) if self.ragged != "k" else max(batch, 1)
         share = -(-extent // batch)
         if skewed and self.ragged != "k" and share <= SMALL_SHARE:
-            share = min(SKEW * share, extent)
+            share = min(SKEW * share, extent, LARGE_SHARE - 1)
         each[self.ragged] = share
         return each["m"], each["n"], each["k"], batch
 

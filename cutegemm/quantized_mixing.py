@@ -10,9 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from cutegemm import gating, native
+from cutegemm.errors import UnsupportedError
 from cutegemm.grouped import grouped_gemm
 from cutegemm.mixing import adding_of, by_tokens, first_places, sorting_of, text_of
+from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.grouped_request import Sizes
+from cutegemm.problem.program.graph import Program
+from cutegemm.problem.program.quantized import quantizing
 from cutegemm.pytorch import grouped_scaled, quantize_spread
 from cutegemm.pytorch.combining import combine
 from cutegemm.pytorch.grouped_scaled import Scaling
@@ -20,6 +24,10 @@ from cutegemm.pytorch.program_operator import program_of
 from cutegemm.quantize import quantize
 from cutegemm.run import fused, grouped, routing
 from cutegemm.run.routing import Routing
+
+FUSED_ROWS = 65
+"""Rows an expert has on average from which on the first product may quantize the hidden layer. With fewer rows its
+fastest tiles have operands swapped, in which the columns of a block lie in several warps."""
 
 
 class Experts(NamedTuple):
@@ -60,13 +68,43 @@ class Computed(NamedTuple):
 
     def composed(self, route: Routing, x: Any, top_k: int, experts: Experts) -> torch.Tensor:
         """(tokens, H_out) of x, (tokens, H), in x's dtype."""
-        operands = self._operands(route.weights, experts)
+        of_first, of_second = self._operands(route.weights, experts)
         given = quantize_spread.quantized(x, route.rows, route.row_of, top_k, self.dtype, self.kinds[0], self.backend)
-        for number, text in enumerate((self.first, self.second)):
-            if number:
-                given = quantize(given, self.dtype, self.kinds[0])
-            given = self._product(given, experts, number, text, operands[number], route.ends, x.dtype)
-        return combine(given, route.row_of, top_k, self.backend)
+        first, dtype = self._first(given, experts, of_first, route.ends, x.dtype)
+        given = self._product(given, experts, 0, first, of_first, route.ends, dtype)
+        if dtype is not None:
+            given = quantize(given, self.dtype, self.kinds[0])
+        rows = self._product(given, experts, 1, program_of(self.second), of_second, route.ends, x.dtype)
+        return combine(rows, route.row_of, top_k, self.backend)
+
+    def _first(
+        self, given: tuple[Any, Any], experts: Experts, operands: Sequence[Any], ends: Any, dtype: torch.dtype
+    ) -> tuple[Program, torch.dtype | None]:
+        """The first product's program and the dtype of its result: None where it quantizes the hidden layer, which it
+        does for groups of `FUSED_ROWS` rows and more on average, where a kernel does so.
+        """
+        program = program_of(self.first)
+        if self.kinds[0] != "blocks" or len(given[0]) < FUSED_ROWS * len(experts.gate_up):
+            return program, dtype
+        fused = quantizing(program, str(dtype_name(dtype)), str(dtype_name(self.dtype)))
+        try:
+            asked = self._asked(given, experts, 0, fused, operands, ends, None)
+            plan = grouped.plan_of(*asked)
+        except UnsupportedError:
+            return program, dtype
+        return (program, dtype) if plan.kernel is None else (fused, None)
+
+    def _asked(
+        self, given: tuple[Any, Any], experts: Experts, number: int, program: Program, operands: Sequence[Any],
+        ends: Any, out_dtype: Any,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """The arguments of `grouped.plan_of` for a product."""
+        (values, scale), (b, of_b), kinds = given, experts.factor(number), (self.kinds[0], self.kinds[1 + number])
+        sizes, scales = Sizes(ends), Scaling(scale, of_b, kinds)
+        program, all_operands, out_dtype = grouped_scaled.arguments(
+            values, b, sizes, program, operands, scales, None, out_dtype, self.precision, self.backend
+        )
+        return values, b, sizes, program, all_operands, None, out_dtype, self.precision, self.backend, None
 
     def _operands(self, weights: Any, experts: Experts) -> tuple[list[Any], list[Any]]:
         """Those of the two programs, without scales."""
@@ -74,13 +112,13 @@ class Computed(NamedTuple):
         return first, gating.second_operands(weights, experts.b_down)
 
     def _product(
-        self, given: tuple[Any, Any], experts: Experts, number: int, text: str, operands: Sequence[Any], ends: Any,
-        out_dtype: torch.dtype,
+        self, given: tuple[Any, Any], experts: Experts, number: int, program: Program, operands: Sequence[Any],
+        ends: Any, out_dtype: torch.dtype | None,
     ) -> Any:  # fmt: skip
-        """Quantized rows, (values, scales), times the weights of that number, by the program of that text."""
+        """Quantized rows, (values, scales), times the weights of that number, by that program."""
         (values, scale), (b, of_b), kinds = given, experts.factor(number), (self.kinds[0], self.kinds[1 + number])
         return grouped_gemm(
-            values, b, ends, epilogue=program_of(text), operands=operands, out_dtype=out_dtype, scale_a=scale,
+            values, b, ends, epilogue=program, operands=operands, out_dtype=out_dtype, scale_a=scale,
             scale_b=of_b, scaling=kinds, precision=self.precision, backend=self.backend,
         )  # fmt: skip
 
@@ -96,31 +134,35 @@ class Computed(NamedTuple):
         slots, ends = chosen.numel(), torch.empty(len(experts.gate_up), dtype=torch.int32, device=x.device)
         operands = self._operands(torch.empty((slots, 1), dtype=weights.dtype, device=x.device), experts)
         of_first = first_places(experts.b_gate_up, operands[0])
-        hidden = self._launch(given, experts, 0, self.first, operands[0], of_first, ends, x.dtype)
+        first, dtype = self._first(given, experts, operands[0], ends, x.dtype)
+        hidden = self._launch(given, experts, 0, first, operands[0], of_first, ends, dtype)
         h = torch.empty((slots, experts.down.shape[2]), dtype=x.dtype, device=x.device)
         given = quantize_spread.results(h, slots, self.dtype, self.kinds[0])
-        of_hidden = quantize_kernels.told(quantize_spread.plan_of(h, *given, self.kinds[0]), *given)
+        of_hidden = None
+        if dtype is not None:
+            of_hidden = quantize_kernels.told(quantize_spread.plan_of(h, *given, self.kinds[0]), *given)
+            if of_hidden is None:
+                return None
         of_second = [(5, 0), (6, 0)][: len(operands[1])]
-        result = self._launch(given, experts, 1, self.second, operands[1], of_second, ends, x.dtype)
+        result = self._launch(given, experts, 1, program_of(self.second), operands[1], of_second, ends, x.dtype)
         adding = adding_of(slots, experts.down.shape[1], x, chosen.shape[1])
         how = *sorting, copying, hidden, result, adding
-        return None if None in (*how, of_hidden) else (*how, (of_tokens, of_hidden, self.dtype))
+        return None if None in how else (*how, (of_tokens, of_hidden, self.dtype))
 
     def _launch(
-        self, given: tuple[Any, Any], experts: Experts, number: int, text: str, operands: Sequence[Any],
-        places: Sequence[tuple[int, int]], ends: Any, out_dtype: torch.dtype,
+        self, given: tuple[Any, Any], experts: Experts, number: int, program: Program, operands: Sequence[Any],
+        places: Sequence[tuple[int, int]], ends: Any, out_dtype: torch.dtype | None,
     ) -> tuple[Any, ...] | None:  # fmt: skip
         """Of a product: of the tensors given to it the scales of the rows are number 7, those of the weights 8."""
-        (values, scale), (b, of_b), kinds = given, experts.factor(number), (self.kinds[0], self.kinds[1 + number])
-        sizes, scales = Sizes(ends), Scaling(scale, of_b, kinds)
-        program, all_operands, out_dtype = grouped_scaled.arguments(
-            values, b, sizes, program_of(text), operands, scales, None, out_dtype, self.precision, self.backend
-        )
+        asked = self._asked(given, experts, number, program, operands, ends, out_dtype)
+        values, b, sizes, program, all_operands, _, out_dtype, precision, backend, _ = asked
         of_b, *others = all_operands[len(operands) + 1 :]
         offsets = [0, *(each.data_ptr() - of_b.data_ptr() for each in others)]
         places = *places, (7, 0), *((8, offset) for offset in offsets)
-        by = self.precision, self.backend
-        return grouped.launch_of(values, b, sizes, program, all_operands, *by, ((2, 0),), places, 9, out_dtype)
+        arrays = ((2, 0),)
+        return grouped.launch_of(
+            values, b, sizes, program, all_operands, precision, backend, arrays, places, 9, out_dtype
+        )
 
 
 def unrecorded(

@@ -131,6 +131,7 @@ class Family:
         company: of a signature, the candidates that are compared so, without splits of K; None: all that it has.
             worth_comparing: of (m, n, k, batch): whether they can win at about these sizes, asked where `beside` has a
             shortlist.
+        quantizes: whether its kernels give results of `ops.quantize`.
     """
 
     config: Any
@@ -151,6 +152,7 @@ class Family:
     forward: bool = True
     automatic: bool = True
     clips: bool = False
+    quantizes: bool = False
     beside: str | None = None
     company: Callable[[Signature], tuple[str, ...]] | None = None
     worth_comparing: Callable[[int, int, int, int], bool] = _at_no_size
@@ -175,6 +177,7 @@ FAMILIES: dict[str, Family] = {
         hopper_footprint.of,
         ("../hardware/residency.py", *_SPLITTING, "hopper/*.py"),
         works=hopper_grouping.WORKS,
+        quantizes=True,
         splits=hopper_candidates.splits,
         tries=hopper_candidates.tries,
         shortlist=hopper_candidates.shortlist,
@@ -272,6 +275,8 @@ def _invalid(config: Any, signature: Signature, arch: Arch) -> str | None:
         return _too_old(arch)
     if any(getattr(config, field.name) == 0 for field in fields(config)):
         return f"{config} has a 0; every number of a configuration is at least 1"
+    if signature.epilogue.program.quantizes and not FAMILIES[config.family].quantizes:
+        return f"{config.family} has no kernels that quantize results with scales of blocks; sm90 has"
     return config.why_invalid(signature, arch)
 
 
@@ -318,7 +323,12 @@ class CuteBackend(Backend[Any]):
             taken = "; ".join(f"{name} takes {kind_names(family.takes)}" for name, family in FAMILIES.items())
             asked = f"{problem.dtype} with precision {problem.precision!r}"
             return f"no CuTe kernel for {arch.name} multiplies {asked}: {taken}"
-        families = [family for family in self._automatic(problem.signature) if problem.work in family.works]
+        quantizes = problem.epilogue.program.quantizes
+        families = [
+            family
+            for family in self._automatic(problem.signature)
+            if problem.work in family.works and family.quantizes >= quantizes
+        ]
         if not families:
             own = {name: family for name, family in FAMILIES.items() if problem.work in family.works}
             kinds = {name: (each for each in family.takes if each not in SPLIT) for name, family in own.items()}

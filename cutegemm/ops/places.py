@@ -1,4 +1,4 @@
-"""What depends on the place of an element in D: indices, gating, its neighbour, random numbers, reductions."""
+"""What depends on the place of an element in D: indices, gating, its neighbour, random numbers, reductions, scales."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from cutegemm.ops.elements import Operand
+from cutegemm.problem import quantization
 from cutegemm.problem.program import value
 
 __all__ = [
-    "column", "column_max", "column_max_abs", "column_sum", "halves", "matrix", "pairs", "partner", "random",
-    "repeated", "row", "row_max", "row_max_abs", "row_sum",
+    "column", "column_max", "column_max_abs", "column_sum", "halves", "matrix", "pairs", "partner", "quantize",
+    "random", "repeated", "row", "row_max", "row_max_abs", "row_sum",
 ]  # fmt: skip
 
 
@@ -177,3 +178,31 @@ def column_max_abs(x: Operand) -> Any:
     tensor([[3., 5.]])
     """
     return _reduced("column_max_abs", x)
+
+
+def quantize(x: Operand, dtype: torch.dtype | str) -> tuple[Any, Any]:
+    """Two results: x in 8 bits, and its scales, one for every 128 columns of a row of D. (M, N) in that dtype, and (M,
+    ceil(N / 128)) in fp32: what `cutegemm.quantize(x, dtype, "blocks")` gives of x in fp32, to the bit.
+
+    Such a pair is the first operand of a next product with scales of blocks, which so need not read D in 16 bits.
+
+    dtype: torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8, or its short name ("e4m3").
+
+    Raises EpilogueError for another dtype.
+
+    Example, the hidden layer of a gated MLP, rounded to bf16 as it would be in a tensor of its own:
+        lambda acc: ops.quantize(ops.cast(ops.swiglu(acc), torch.bfloat16), torch.float8_e4m3fn)
+
+    >>> values, scales = quantize(torch.full((1, 256), 448.0), torch.float8_e4m3fn)
+    >>> scales
+    tensor([[1., 1.]])
+    """
+    name = value.name_of(dtype)
+    if name not in quantization.NAMED:
+        names = ", ".join(quantization.NAMED)
+        value.fail(f"quantize: dtype {dtype!r}, accepted are {names} and {quantization.ACCEPTED}")
+    if not isinstance(x, torch.Tensor):
+        return value.quantized(x, name)
+    format, group = quantization.NAMED[name], quantization.Group(1, quantization.BLOCK)
+    scale = quantization.scale_of(x, format, group)
+    return quantization.values_of(x, scale, format), scale

@@ -209,6 +209,8 @@ def check_program(program: Program, sizes: Extents) -> int:
             raise ValueError("epilogue: with groups of columns, columns do not belong together by two")
         if columns % 2:
             raise ValueError(f"b: got {columns} columns; this epilogue needs an even number of them")
+    if program.quantizes and sizes.work == RAGGED_N:
+        raise ValueError("epilogue: with groups of columns, columns of a block of ops.quantize do not belong together")
     if program.gating and sizes.work == RAGGED_K:
         raise ValueError("epilogue: gate and up are columns of weights, and a ragged K has none; compute them apart")
     return columns // 2 if program.gating else columns

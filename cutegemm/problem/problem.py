@@ -360,9 +360,10 @@ class Problem:
                 total += elements * (batch if each.batched else 1) * {**ITEMSIZE, **INTEGERS}[each.dtype]
             for (_, output, _), matrix in zip(self.epilogue.more_outputs, self.outputs, strict=True):
                 total += matrix.rows * matrix.cols * results * ITEMSIZE[str(output.dtype)]
-            for number, reduce in self.epilogue.reductions:
-                extent = self.m if reduce.startswith("row") else self.columns
-                total += extent * results * ITEMSIZE[str(self.epilogue.custom.outputs[number].dtype)]
+            for number, _ in self.epilogue.reductions:
+                output = self.epilogue.custom.outputs[number]
+                rows, columns = output.extents(self.m, self.columns)
+                total += rows * columns * results * ITEMSIZE[str(output.dtype)]
         if self.epilogue.c_dtype:
             total += d * ITEMSIZE[self.epilogue.c_dtype]
         total += sum((self.m if array.rows else batch) * INTEGERS[array.dtype] for array in WORKS[self.work].arrays)

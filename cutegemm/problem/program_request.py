@@ -163,9 +163,7 @@ def readable_terms(program: Program, operands: Sequence[Any], n: int) -> Terms |
 
 def result_shape(output: Output, leading: tuple[Any, ...], m: Any, columns: Any) -> tuple[Any, ...]:
     """The shape of a result. leading: (L,) where a or b is a batch, else (). columns: of D."""
-    if output.reduce is None:
-        return (*leading, m, columns)
-    return (*leading, m, 1) if output.reduce.startswith("row") else (*leading, 1, columns)
+    return (*leading, *output.extents(m, columns))
 
 
 def program_for(epilogue: Any, operands: Any, device: torch.device) -> Program:

@@ -29,7 +29,7 @@ import torch
 from cutegemm.problem.dtypes import torch_dtype
 from cutegemm.problem.grouped_request import Extents
 from cutegemm.problem.program.build import Builder
-from cutegemm.problem.program.graph import Input, Program
+from cutegemm.problem.program.graph import SCALED, Input, Program
 from cutegemm.problem.program.simplify import simplified
 from cutegemm.problem.work import MASKED, RAGGED_K, RAGGED_N, ROWS
 from cutegemm.pytorch.sharded import Rule
@@ -135,6 +135,8 @@ class Rules:
         if any(n % (each.period * self.ranks) for each in self.given if each.period):
             return
         if (program.uses("partner") and n % (2 * self.ranks)) or (program.gating == "pairs" and n % self.ranks):
+            return
+        if program.quantizes and n % (SCALED * self.ranks):
             return
         placed: Any = dim
         if program.gating == "halves":

@@ -18,7 +18,7 @@ from cutegemm import backend as backends
 from cutegemm import native
 from cutegemm.choice.plan import Plan, PlanMemo
 from cutegemm.problem import overlap, packing, program_request, torch_dtype
-from cutegemm.problem.program.graph import Program
+from cutegemm.problem.program.graph import ROW_BLOCKS, Output, Program
 from cutegemm.problem.program.known import meaning
 from cutegemm.problem.program_request import ProgramRequest, Results
 from cutegemm.problem.request import FLT_MAX
@@ -161,7 +161,7 @@ def launch_of(
     """
     if plan.kernel is None or plan.emulated or plan.copies or plan.preparations or asked.temporaries:
         return None
-    if any(output.reduce is not None for output in asked.program.outputs) or any(0 in shape for shape in asked.shapes):
+    if any(0 in shape for shape in asked.shapes) or not all(map(_is_written, asked.program.outputs)):
         return None
     with current_device(asked.device):
         launcher = plan.kernel.launcher(plan.problem)
@@ -183,6 +183,11 @@ def launch_of(
     dtypes = (torch_dtype(str(output.dtype)) for output in asked.program.outputs)
     addresses = *addresses[:5], *arrays, *addresses[5:]
     return *launcher, addresses, tuple(scalars), tuple(zip(map(tuple, asked.shapes), dtypes, strict=True))
+
+
+def _is_written(output: Output) -> bool:
+    """Whether kernels write a new result as the caller gets it, not pieces of it."""
+    return output.reduce is None or (output.reduce, output.dtype) == (ROW_BLOCKS, "fp32")
 
 
 def kinds_of(operands: Sequence[Any], by_operator: bool) -> tuple[list[int], list[int]]:

@@ -362,9 +362,7 @@ class Bench:
         p = self.problem
         lying, found = iter(p.outputs), list[torch.Tensor]()
         for output in p.epilogue.custom.outputs[1:] if p.epilogue.custom is not None else ():
-            rows, columns = p.m, p.columns
-            if output.reduce is not None:
-                rows, columns = (rows, 1) if output.reduce.startswith("row") else (1, columns)
+            rows, columns = output.extents(p.m, p.columns)
             lies = result_matrix(rows, columns, p.batch, str(output.dtype)) if output.reduce else next(lying)
             memory = Guarded(_span(lies, p.batch), torch_dtype(str(output.dtype)), self._device)
             self._memory.append(memory)

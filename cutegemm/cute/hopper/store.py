@@ -273,8 +273,19 @@ class TmaEpilogue:
         return None if after is None else self._fetch(self.box_corner(after[0], after[1], region))
 
     def _values(self, accumulators, corner, i, part, first, count, address):
-        """Finished values of `count` blocks of 8 columns from block `first` of a buffer: (c, r, j), c fastest; those of
-        each result.
+        """Results of `count` blocks of 8 columns from block `first` of a buffer, rounded: (c, r, j), c fastest."""
+        finished, results = self._finished(accumulators, corner, i, part, first, count, address), []
+        for reduction in self.reductions:
+            reduction.add(finished[reduction.number], corner, self.own_corner(corner), first, count)
+        size = self.rows * self.neighbours * count
+        for number, _, dtype in self.results:
+            result = cute.make_rmem_tensor(size, dtype)
+            result.store(rounded(finished[number], dtype, size))
+            results.append(result)
+        return results
+
+    def _finished(self, accumulators, corner, i, part, first, count, address):
+        """The same in fp32, for each result of the program.
 
         `corner`: (row, column) of D where the buffer's box begins. `address`: where this lane's matrix row of a staged
         operand stands, and where that of the result will stand.
@@ -310,14 +321,7 @@ class TmaEpilogue:
 
         each = self.rows * self.neighbours
         rows = [q % 2 + q // each * 2 if self.config.swapped else q // self.neighbours % 2 for q in range(size)]
-        finished, results = finish(self.program, size, leaf, rows), []
-        for reduction in self.reductions:
-            reduction.add(finished[reduction.number], corner, self.own_corner(corner), first, count)
-        for number, _, dtype in self.results:
-            result = cute.make_rmem_tensor(size, dtype)
-            result.store(rounded(finished[number], dtype, size))
-            results.append(result)
-        return results
+        return finish(self.program, size, leaf, rows)
 
     def _sums(self, begin, size: int) -> list[Any]:
         """The `size` accumulators of a thread's results from `begin` on; of a gated program those of gate and of up."""

@@ -8,6 +8,7 @@ from cutegemm.cute import types
 from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.cute.hopper.fragment import FragmentStore
 from cutegemm.cute.hopper.plain_store import PlainTmaEpilogue, TransposedByteEpilogue, TransposedPairsEpilogue
+from cutegemm.cute.hopper.quantized_store import QuantizedEpilogue
 from cutegemm.cute.hopper.slab_store import SlabStore, TransposedSlabStore
 from cutegemm.cute.hopper.store import TmaEpilogue, TransposedTmaEpilogue
 from cutegemm.problem import Signature
@@ -21,6 +22,8 @@ def make_store(config: HopperConfig, signature: Signature) -> Any:
     """
     if config.parts > 1:
         return FragmentStore(config, signature)
+    if signature.epilogue.program.quantizes:
+        return QuantizedEpilogue(config, signature)
     in_pairs = signature.epilogue.gating == "pairs"
     by_matrix = types.NUMERIC[signature.out_dtype].width == 16 and not in_pairs
     straight: Any = TmaEpilogue if by_matrix else PlainTmaEpilogue

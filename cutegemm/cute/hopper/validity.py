@@ -8,6 +8,8 @@ from cutegemm.cute import operand_parts
 from cutegemm.cute.hopper import grouping, options, promotion
 from cutegemm.problem.dtypes import ITEMSIZE, why_not_taken
 from cutegemm.problem.parts import TABLE as SPLIT
+from cutegemm.problem.program import quantized
+from cutegemm.problem.program.graph import SCALED
 from cutegemm.problem.work import DENSE
 
 if TYPE_CHECKING:
@@ -72,6 +74,20 @@ def _program(config: HopperConfig, signature: Signature) -> str | None:
         )
     if _by_halves(signature, "B") and config.bn * ITEMSIZE[signature.dtype] % 64 and not config.swapped:
         return f"bn is {config.bn}; halves of a row-major B need a multiple of {64 // ITEMSIZE[signature.dtype]}"
+    return _quantized(config, signature) if signature.epilogue.program.quantizes else None
+
+
+def _quantized(config: HopperConfig, signature: Signature) -> str | None:
+    """Of results that are quantized with scales of blocks."""
+    columns = config.out_columns(signature)
+    if why := quantized.why_other(signature.epilogue.program):
+        return why
+    if config.swapped:
+        return "with swapped operands the columns of a block lie in several warps; accepted is no swap"
+    if columns % SCALED:
+        return f"a tile has {columns} columns of results; accepted are multiples of {SCALED}, the columns of a block"
+    if config.matrices(signature) or not config.uses_tma_store(signature):
+        return "quantized results go through TMA, in 16-byte aligned rows and without matrix operands or parts of K"
     return None
 
 

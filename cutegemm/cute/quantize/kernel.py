@@ -15,9 +15,10 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint32
 
 from cutegemm.cute import types
 from cutegemm.cute.quantize.config import POINTERS, WARP, Signature, Tile
+from cutegemm.cute.quantize.scale import larger, of_largest, reciprocal
 from cutegemm.cute.source import aligned, element
 from cutegemm.cute.standalone_operator import StandaloneOperator
-from cutegemm.problem.quantization import FLT_MAX, NAMED, SMALLEST_SCALE
+from cutegemm.problem.quantization import NAMED
 
 NUMBERS: tuple[tuple[str, Any], ...] = (
     *((name, Int32) for name in ("rows", "k", "matrices", "parts", "ctas")),
@@ -128,24 +129,20 @@ class Quantize(StandaloneOperator):
         return [self._load_row(corner, i) for i in range(self.config.deep_r)]
 
     # -- maxima
-    def _larger(self, x, y) -> Any:
-        """The larger one. Of int8 a NaN wins, else a number does."""
-        return cute.arch.fmax(x, y, nan=self.integer)
-
     def _magnitude(self, vectors, so_far) -> Any:
         """The largest magnitude of some vectors and of what was found so far."""
         for vector in vectors:
             values = cute.make_rmem_tensor(self.config.vector, Float32)
             values.store(cute.math.abs(vector.load().to(Float32)))
             for e in range(self.config.vector):
-                so_far = self._larger(so_far, values[e])
+                so_far = larger(self.format, so_far, values[e])
         return so_far
 
     def _over_lanes(self, value, count: int) -> Any:
         """The maximum of `count` neighbouring lanes, a power of 2; all of them get it."""
         step = 1
         while step < count:
-            value = self._larger(value, cute.arch.shuffle_sync_bfly(value, step))
+            value = larger(self.format, value, cute.arch.shuffle_sync_bfly(value, step))
             step *= 2
         return value
 
@@ -163,7 +160,7 @@ class Quantize(StandaloneOperator):
         else:
             found = self._exchange(value, self.thread, True, self.config.threads)
             for each in cutlass.range_constexpr(threads_k):
-                value = self._larger(value, found[each * threads_r + self.thread_r])
+                value = larger(self.format, value, found[each * threads_r + self.thread_r])
         return value
 
     @cute.jit
@@ -172,7 +169,7 @@ class Quantize(StandaloneOperator):
         warps = self.config.threads // WARP
         found = self._exchange(self._over_lanes(value, WARP), self.thread // WARP, self.thread % WARP == 0, warps)
         for each in cutlass.range_constexpr(warps):
-            value = self._larger(value, found[each])
+            value = larger(self.format, value, found[each])
         return value
 
     @cute.jit
@@ -219,27 +216,14 @@ class Quantize(StandaloneOperator):
         if cutlass.const_expr(self.per_row):
             start = self.args.p + (Int64(matrix) * self.args.rows + self._inside(row)) * parts
             for part in cutlass.range(parts):
-                amax = self._larger(amax, element(start, part))
+                amax = larger(self.format, amax, element(start, part))
         else:
             for part in cutlass.range(self.thread % WARP, parts, WARP):
-                amax = self._larger(amax, element(self.args.p, part))
+                amax = larger(self.format, amax, element(self.args.p, part))
             amax = self._over_lanes(amax, WARP)
         return amax
 
     # -- scales
-    def _scale(self, amax) -> Any:
-        """The scale of a group with this maximum."""
-        amax = cute.arch.fmin(amax, Float32(FLT_MAX), nan=self.integer)
-        scale = cute.arch.inline_ptx(
-            "div.rn.f32 {$w0}, {$r0}, {$r1};",
-            write_only_types=[Float32],
-            read_only_args=[amax, Float32(self.format.largest)],
-        )
-        return cute.arch.fmax(scale, Float32(SMALLEST_SCALE), nan=self.integer)
-
-    def _reciprocal(self, scale) -> Any:
-        return cute.arch.inline_ptx("rcp.rn.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[scale])
-
     def _scale_at(self, matrix, row, k) -> Any:
         """The pointer to the scale of element (row, k)."""
         place = Int64(matrix) * self.args.s_matrix
@@ -284,7 +268,7 @@ class Quantize(StandaloneOperator):
             for i, row in enumerate(vectors):
                 for j, vector in enumerate(row):
                     scales = self._given_scales(corner.matrix, self._row(corner, i), self._k(corner, j))
-                    inverses = [self._reciprocal(scale) for scale in scales]
+                    inverses = [reciprocal(scale) for scale in scales]
                     self._store(corner, i, j, vector, inverses, self._targets(self._row(corner, i)))
         elif self.per_row:
             for i, row in enumerate(vectors):
@@ -302,9 +286,9 @@ class Quantize(StandaloneOperator):
             amax, first = self._over_row(self._magnitude(vectors, Float32(0))), self.thread_k == 0
         else:
             amax, first = self._found_maximum(corner.matrix, row), self._k(corner, 0) == 0
-        scale = self._scale(amax)
+        scale = of_largest(self.format, amax)
         self._put_scale(scale, corner, targets, first)
-        return self._reciprocal(scale)
+        return reciprocal(scale)
 
     def _scale_of_all(self, corner: Corner, vectors) -> Any:
         """The reciprocal of the scale of all this thread's vectors; one thread of those that share it writes it."""
@@ -314,9 +298,9 @@ class Quantize(StandaloneOperator):
         else:
             amax = self._found_maximum(corner.matrix, 0)
             first = first & (corner.matrix == 0) & (corner.row == 0) & (corner.k == 0)
-        scale = self._scale(amax)
+        scale = of_largest(self.format, amax)
         self._put_scale(scale, corner, [(corner.row, corner.row)], first)
-        return self._reciprocal(scale)
+        return reciprocal(scale)
 
     def _store_row(self, corner: Corner, i: int, vectors, inverse, targets) -> None:
         for j, vector in enumerate(vectors):

@@ -112,6 +112,7 @@ struct ToMix {
     Results hidden, result;
     if (!multiply(how.hidden, tokens, first, first_bias, of_tokens, first_scale, hidden)) return false;
     Matrix of_hidden = place_of(hidden[0]);
+    if (hidden.size() > 1) of_between = place_of(hidden[1]);
     if (how.of_hidden && !quantize(*how.of_hidden, how.dtype, of_hidden, nullptr, between, of_hidden, of_between))
       return false;
     if (!multiply(how.result, of_hidden, second, second_bias, of_between, second_scale, result)) return false;
@@ -205,7 +206,8 @@ inline PyObject* mixture(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // install_mixture(<as above>, how): how is None, or (launchers that sort, number of counts, launchers that copy, both
 // products as `read_program` has them, launchers that add up, quantizing). quantizing: None, or how x and the hidden
-// rows are quantized, each as `read_quantization` has it, and the dtype of their values.
+// rows are quantized, each as `read_quantization` has it, and the dtype of their values. Hidden rows that the first
+// product quantizes have None; its second result is their scales.
 inline PyObject* install_mixture(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   ToMix of;
@@ -230,8 +232,9 @@ inline PyObject* install_mixture(PyObject*, PyObject* const* args, Py_ssize_t co
       TORCH_CHECK(read_dtype(dtype, number) && number >= 0, "cutegemm: expected a torch.dtype");
       known->dtype = static_cast<at::ScalarType>(number);
       read_quantization(of_tokens, known->of_tokens.emplace());
-      read_quantization(of_hidden, known->of_hidden.emplace());
-      TORCH_CHECK(known->of_tokens->scales && known->of_hidden->scales, "cutegemm: expected new scales");
+      if (of_hidden != Py_None) read_quantization(of_hidden, known->of_hidden.emplace());
+      for (const auto* each : {&known->of_tokens, &known->of_hidden})
+        TORCH_CHECK(!*each || (*each)->scales, "cutegemm: expected new scales");
     }
   }
   table_of<Mixture>().put(of.key(), std::move(known));

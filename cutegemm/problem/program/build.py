@@ -8,7 +8,20 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from cutegemm.problem.dtypes import TABLE
-from cutegemm.problem.program.graph import BOOL, F32, GATINGS, I32, OPS, REDUCTIONS, Input, Node, Output, Program
+from cutegemm.problem.program.graph import (
+    BLOCK_SCALES,
+    BOOL,
+    F32,
+    GATINGS,
+    I32,
+    OPS,
+    REDUCTIONS,
+    ROW_BLOCKS,
+    Input,
+    Node,
+    Output,
+    Program,
+)
 
 INT32 = (-(2**31), 2**31 - 1)
 """The least and the greatest int32."""
@@ -120,8 +133,10 @@ class Builder:
                 raise ValueError(f"an output is fp32, got {TYPE_NAMES[self.types[output.node]]}")
             if output.dtype is not None and output.dtype not in TABLE:
                 raise ValueError(f"an output's dtype {output.dtype!r}, accepted are {', '.join(TABLE)}")
-            if output.reduce is not None and output.reduce not in REDUCTIONS:
-                raise ValueError(f"reduction {output.reduce!r}, accepted are {', '.join(REDUCTIONS)}")
+            if output.reduce not in (None, *REDUCTIONS, ROW_BLOCKS):
+                raise ValueError(f"reduction {output.reduce!r}, accepted are {', '.join((*REDUCTIONS, ROW_BLOCKS))}")
+            if output.reduce == ROW_BLOCKS and self.nodes[output.node].op not in BLOCK_SCALES:
+                raise ValueError(f"{ROW_BLOCKS} takes {', '.join(BLOCK_SCALES)}, got {self.nodes[output.node].op}")
             self._walk(output.node, order)
         if gating is not None and gating not in GATINGS:
             raise ValueError(f"gating {gating!r}, accepted are {', '.join(GATINGS)}")

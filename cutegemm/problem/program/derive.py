@@ -78,8 +78,13 @@ def backward(
     Conditions, indices, integers and random numbers have no gradient; a cast passes it on unrounded; relu and abs have
     0 at 0; where both arguments of minimum or maximum are equal, each has half.
 
-    Raises ValueError for a maximum over a row or a column.
+    Raises ValueError for a maximum over a row or a column, and for quantized results.
     """
+    if program.quantizes:
+        raise ValueError(
+            "epilogue: results of ops.quantize have no gradient; call it under torch.no_grad(), or with tensors that "
+            "require none"
+        )
     dtypes = upstream or ["fp32"] * len(program.outputs)
     sources = [Source("operand", i) for i in range(len(program.inputs))]
     inputs = list(program.inputs)

@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cutegemm.problem import rounding
+from cutegemm.problem import quantization, rounding
 from cutegemm.problem.extents import is_one
 from cutegemm.problem.program import random
-from cutegemm.problem.program.graph import I32, PACKERS, Input, Node, Program
+from cutegemm.problem.program.graph import BLOCK_SCALES, I32, PACKERS, ROW_BLOCKS, SCALED, Input, Node, Output, Program
 from cutegemm.problem.reference import activate
 
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
@@ -136,12 +136,15 @@ class Place:
             return x
         return torch.stack((x[..., 1::2], x[..., 0::2]), -1).reshape(x.shape)  # batches of gradients have no unflatten
 
-    def result(self, x: Tensor, reduce: str | None) -> Tensor:
+    def block_scale(self, x: Tensor, dtype: str) -> Tensor:
+        """The scale of the block of each element of x, in fp32."""
+        group = quantization.Group(1, SCALED)
+        scale = quantization.scale_of(x.expand(self.shape), quantization.NAMED[dtype], group)
+        return quantization.expanded(scale, self.shape)
+
+    def result(self, x: Tensor, output: Output) -> Tensor:
         """As the caller sees it: (M, N), or (M, 1) or (1, N) of what is to be reduced, with the batch if acc has it."""
-        shape = [self.count, self.m, self.n]
-        if reduce is not None:
-            shape[2 if reduce.startswith("row") else 1] = 1
-        x = x.expand(shape)
+        x = x.expand(self.count, *output.extents(self.m, self.n))
         return x if self.batched else x[0]
 
 
@@ -189,7 +192,7 @@ def evaluate(
         if out_dtype is not None:
             own = torch.float32 if out.reduce else out_dtype
             value = value.to(own) if out.dtype is None else rounding.rounded(value, out.dtype)
-        outputs.append(place.result(value, out.reduce))
+        outputs.append(place.result(value, out))
     return tuple(outputs)
 
 
@@ -214,6 +217,10 @@ def apply(node: Node, args: Sequence[Tensor], place: Place, dtype: torch.dtype) 
         return place.exchanged(args[0])
     if op == "random":
         return random.uniform(*args).to(dtype)
+    if op in BLOCK_SCALES:
+        return place.block_scale(args[0], BLOCK_SCALES[op]).to(dtype)
+    if op == "per_scale":
+        return args[0] * (1 / args[1])
     if op in PACKERS:
         parts = torch.broadcast_tensors(*(rounding.rounded(arg, op.removeprefix("packed_")) for arg in args))
         return torch.stack(parts, -1).view(torch.float32).squeeze(-1).to(dtype)
@@ -224,6 +231,8 @@ def reduced(x: Tensor, reduce: str | None) -> Tensor:
     """x (L, M, N) reduced as an output says; sums of nothing are 0, maxima of nothing minus infinity."""
     if reduce is None:
         return x
+    if reduce == ROW_BLOCKS:
+        return x[..., ::SCALED]
     dim = -1 if reduce.startswith("row") else -2
     if reduce.endswith("sum"):
         return x.sum(dim, keepdim=True)

@@ -29,6 +29,10 @@ class Op(NamedTuple):
 PACKED = ("bf16", "fp16")
 """Dtypes of which two numbers can be packed into one of fp32's size."""
 PACKERS = tuple(f"packed_{dtype}" for dtype in PACKED)
+BLOCK_SCALES = {f"block_scale_{dtype}": dtype for dtype in ("e4m3", "e5m2", "int8")}
+"""The operations that give the scale of a value's block, and the dtype that the scale is for: what `quantization` gives
+the `SCALED` columns of a row of D that make up the block."""
+SCALED = 128
 _FLOAT1 = (
     "neg", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "reciprocal", "tanh", "sigmoid", "erf", "abs", "relu", "gelu",
     "gelu_tanh", "silu",
@@ -63,12 +67,17 @@ _ROWS: dict[str, Op] = {
     "partner": Op((F32,), F32),  # the value at the neighbouring column: 2j and 2j + 1 exchanged
     # The bits of two numbers rounded to 16 bits, the first in the lower half. Derived programs alone have these.
     **{name: Op((F32, F32), F32) for name in PACKERS},
+    # Of the block of a row of D that the element lies in; and a value times the reciprocal of a scale, rounded twice.
+    **{name: Op((F32,), F32) for name in BLOCK_SCALES},
+    "per_scale": Op((F32, F32), F32),
 }
 OPS: Mapping[str, Op] = MappingProxyType(_ROWS)
 """The operations by name. `acc` has an attribute in a gated program: 0 for the gate's accumulator, 1 for up's."""
 
 REDUCTIONS = ("row_sum", "row_max", "row_max_abs", "column_sum", "column_max", "column_max_abs")
 """What an output may be reduced by. Over a row: D has one number for each row."""
+ROW_BLOCKS = "row_blocks"
+"""The other way to reduce: of `block_scale_...` alone, one number for each block."""
 GATINGS = ("halves", "pairs")
 """How the columns of a gated product belong together: j and N / 2 + j, or 2j and 2j + 1."""
 
@@ -124,12 +133,20 @@ class Node(NamedTuple):
 
 class Output(NamedTuple):
     """A result: the number of the node. dtype: what it is stored as, None for the call's `out_dtype` (for a reduction
-    fp32). reduce: one of `REDUCTIONS`, or None for a matrix.
+    fp32). reduce: one of `REDUCTIONS`, `ROW_BLOCKS`, or None for a matrix.
     """
 
     node: int
     dtype: str | None = None
     reduce: str | None = None
+
+    def extents(self, m: Any, n: Any) -> tuple[Any, Any]:
+        """(rows, columns) of the result where D is (m, n)."""
+        if self.reduce is None:
+            return m, n
+        if self.reduce == ROW_BLOCKS:
+            return m, -(-n // SCALED)
+        return (m, 1) if self.reduce.startswith("row") else (1, n)
 
 
 @dataclass(frozen=True)
@@ -193,3 +210,8 @@ class Program:
     def uses(self, op: str) -> bool:
         """Whether some node is that operation."""
         return any(node.op == op for node in self.nodes)
+
+    @cached_property
+    def quantizes(self) -> bool:
+        """Whether results are quantized with scales of blocks."""
+        return any(node.op in BLOCK_SCALES for node in self.nodes)

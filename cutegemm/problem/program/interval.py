@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cutegemm.problem.dtypes import OUTPUTS
 from cutegemm.problem.program.evaluate import UNARY, rounded
+from cutegemm.problem.program.graph import ROW_BLOCKS, SCALED
 
 ROUNDOFF = 2.0**-24
 """Unit roundoff of fp32."""
@@ -42,6 +43,7 @@ class Error(NamedTuple):
 DEVICE = {
     # Rounded to nearest.
     **dict.fromkeys(("add", "sub", "mul"), Error(ROUNDOFF)),
+    "per_scale": Error(ROUNDOFF),  # of the reciprocal, and of the product
     # div.full.f32 has 2 units in the last place, 2^-22 relatively (PTX ISA); a product with rcp.approx less.
     "div": Error(2.0**-22),
     # The approximate instructions, by the PTX ISA: ex2 2^-22, rcp 2^-23, rsqrt 2^-22.9; sqrt 2^-23 or x rsqrt(x);
@@ -194,6 +196,8 @@ def binary(op: str, x: Interval, y: Interval, same: bool) -> Interval:
         return Interval(pick(x.lo, y.lo), pick(x.hi, y.hi), real, nan)
     if op == "div":
         return divided(x, y, DEVICE[op], same)
+    if op == "per_scale":
+        return _product(x, divided(exactly(torch.ones_like(y.lo)), y, DEVICE[op]), False)
     if op == "mul":
         return _product(x, y, same)
     y = unary("neg", y) if op == "sub" else y
@@ -281,8 +285,28 @@ def cast(x: Interval, dtype: str) -> Interval:
     return Interval(rounded(x.lo, dtype), rounded(x.hi, dtype), x.real, x.nan)
 
 
+def block_scale(x: Interval, dtype: str, scale_of: Callable[[Tensor, str], Tensor]) -> Interval:
+    """The scale of the block of each element, which rises with its largest magnitude; scale_of: from magnitudes. A NaN
+    is left out, but for int8, whose scale it then is.
+    """
+    size = unary("abs", x)
+    least = torch.where(x.nan | ~x.real, 0.0, size.lo)
+    most = torch.where(x.real, size.hi, 0.0)
+    lo, hi = scale_of(least, dtype).double(), scale_of(most, dtype).double()
+    none = torch.zeros_like(lo, dtype=torch.bool)
+    if dtype != "int8":
+        return Interval(lo, hi, ~none, none)
+    may = scale_of(torch.where(x.nan, math.nan, 0.0).to(torch.float32), dtype).isnan()
+    must = scale_of(torch.where(x.nan & ~x.real, math.nan, 0.0).to(torch.float32), dtype).isnan()
+    return Interval(lo, hi, ~must, may)
+
+
 def reduced(x: Interval, reduce: str) -> Interval:
-    """The sum, the maximum or the maximum of magnitudes over a row or a column; the additions in any order."""
+    """The sum, the maximum or the maximum of magnitudes over a row or a column; the additions in any order. Of blocks
+    the first number, as they all have the same.
+    """
+    if reduce == ROW_BLOCKS:
+        return x.each(lambda part: part[..., ::SCALED])
     dim = -1 if reduce.startswith("row") else -2
     real, nan = x.real.all(dim, keepdim=True), x.nan.any(dim, keepdim=True)
     if not reduce.endswith("sum"):

@@ -18,7 +18,7 @@ import torch
 from cutegemm.errors import EpilogueError
 from cutegemm.problem.dtypes import ACCEPTED, TABLE, torch_dtype
 from cutegemm.problem.program.build import INT32, TYPE_NAMES, Builder, fp32, in_short
-from cutegemm.problem.program.graph import BOOL, F32, I32, Input
+from cutegemm.problem.program.graph import BOOL, F32, I32, ROW_BLOCKS, Input
 
 _INNER = (str(Path(__file__).parents[2]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
 """Where no user's function is: this package and torch."""
@@ -243,8 +243,9 @@ class Reduction:
         self.value, self.kind, self.dtype = value, kind, dtype
 
     def _no_value(self, *args: Any) -> NoReturn:
+        what = "what ops.quantize gives as scales" if self.kind == ROW_BLOCKS else f"ops.{self.kind}(...)"
         fail(
-            f"ops.{self.kind}(...) is a result of its own, known after the whole row or column: return it as it is, "
+            f"{what} is a result of its own, known after the whole row or column: return it as it is, "
             "behind a matrix, and compute with it in the epilogue of the next product"
         )
 
@@ -372,14 +373,27 @@ def where(chosen: Any, x: Any, y: Any) -> Value:
 
 def cast(x: Any, dtype: torch.dtype | str) -> Any:
     """A value rounded to a dtype; a reduction stored in it. Raises EpilogueError for a dtype that no kernel has."""
-    # Not by `dtype_name`: torch.compile warns of functions that remember.
-    name = dtype if isinstance(dtype, str) else _DTYPES.get(dtype) if isinstance(dtype, torch.dtype) else None
+    name = name_of(dtype)
     if name not in TABLE:
         fail(f"cast: dtype {dtype!r}, accepted are {', '.join(TABLE)} and {ACCEPTED}")
     if isinstance(x, Reduction):
         return Reduction(x.value, x.kind, name)
     value = as_float(values_of(x, what="cast")[0], "cast")
     return value._trace.add("cast", value._number, attribute=name)
+
+
+def name_of(dtype: torch.dtype | str) -> str:
+    """The name of a dtype, "" for what is none. Not by `dtype_name`: torch.compile warns of functions that remember."""
+    if isinstance(dtype, str):
+        return dtype
+    return _DTYPES.get(dtype, "") if isinstance(dtype, torch.dtype) else ""
+
+
+def quantized(x: Any, dtype: str) -> tuple[Value, Reduction]:
+    """A value in 8 bits, and the scales of its blocks."""
+    given = as_float(values_of(x, what="quantize")[0], "quantize")
+    scale = given._trace.add(f"block_scale_{dtype}", given._number)
+    return cast(given._trace.add("per_scale", given._number, scale._number), dtype), Reduction(scale, ROW_BLOCKS)
 
 
 def reduction(kind: str, x: Any) -> Reduction:

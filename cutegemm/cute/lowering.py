@@ -23,7 +23,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int8, Int32
 
 from cutegemm.cute import types
-from cutegemm.problem.program.graph import I32, OPS, Node, Program
+from cutegemm.problem.program.graph import I32, OPS, PACKED, Node, Program
 from cutegemm.problem.program.random import KEY_STEP, MATRIX_STEP, MULTIPLIER, ROUNDS
 
 Leaf = Callable[[Node], Any]
@@ -101,7 +101,10 @@ def _apply(node: Node, args: list[Any], size: int, groups: list[list[int]]) -> A
     if not any(isinstance(arg, cute.TensorSSA) for arg in args):
         args[0] = _vector(args[0], size, Int32 if OPS[node.op].takes[0] == I32 else Float32)
     if node.op == "cast":
-        return widened(rounded(args[0], types.NUMERIC[str(node.attribute)], size), size)
+        name = str(node.attribute)
+        if name in PACKED and size % 2 == 0:
+            return _cast_in_pairs(args[0], name, size)
+        return widened(rounded(args[0], types.NUMERIC[name], size), size)
     if node.op == "partner":
         return _reordered(args[0], [element ^ 1 for element in range(size)])
     if node.op == "random":
@@ -265,11 +268,12 @@ def _divided(x, y):
 
 
 def _minimum(x, y):
-    return cute.where((x < y) | (x != x), _like(x, y), _like(y, x))
+    """NaN if one is, by one instruction."""
+    return cute.math.min(_like(x, y), _like(y, x), propagate_nan=True)
 
 
 def _maximum(x, y):
-    return cute.where((x > y) | (x != x), _like(x, y), _like(y, x))
+    return cute.math.max(_like(x, y), _like(y, x), propagate_nan=True)
 
 
 def _ifloordiv(x, y):
@@ -354,6 +358,26 @@ def _packed(args: list[Any], size: int, instruction: str) -> Any:
             f"{instruction} {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Int32], read_only_args=[upper[i], lower[i]]
         )
     return bits.load().bitcast(Float32)
+
+
+def _cast_in_pairs(values: Any, dtype: str, size: int) -> Any:
+    """A vector rounded to 16 bits and widened again, by one conversion for two numbers: ptxas would take one for each,
+    by the unit of the special functions.
+    """
+    given, found = _elements(values, size, Float32), cute.make_rmem_tensor(size, Float32)
+    rounds = f"{_PACKED[f'packed_{dtype}']} w, {{$r1}}, {{$r0}};"
+    if dtype == "bf16":
+        widens = "shl.b32 l, w, 16; and.b32 h, w, 0xffff0000; mov.b32 {$w0}, l; mov.b32 {$w1}, h;"
+    else:
+        widens = "mov.b32 {l, h}, w; cvt.f32.f16 {$w0}, l; cvt.f32.f16 {$w1}, h;"
+    registers = f".reg .b32 w; .reg .b{32 if dtype == 'bf16' else 16} l, h;"
+    for i in range(0, size, 2):
+        found[i], found[i + 1] = cute.arch.inline_ptx(
+            f"{{ {registers} {rounds} {widens} }}",
+            write_only_types=[Float32] * 2,
+            read_only_args=[given[i], given[i + 1]],
+        )
+    return found.load()
 
 
 def _random(args: list[Any], size: int) -> Any:

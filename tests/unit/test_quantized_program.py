@@ -103,7 +103,9 @@ def test_bounds_enclose_what_a_kernel_may_give(dtype):
 
 
 def problem(program, **extents):
-    return Problem.of(256, 512, 256, epilogue=Epilogue(custom=program), out_dtype=str(program.outputs[0].dtype), **extents)
+    return Problem.of(
+        256, 512, 256, epilogue=Epilogue(custom=program), out_dtype=str(program.outputs[0].dtype), **extents
+    )
 
 
 def test_which_configurations_give_it():

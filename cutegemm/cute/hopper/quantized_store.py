@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int64
 
 from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.cute.hopper.plain_store import PlainTmaEpilogue
@@ -36,45 +37,53 @@ class QuantizedEpilogue(PlainTmaEpilogue):
         self.many = WORKS[signature.work].matrices("d", 2) > 1
 
     def _stage(self, accumulators, corner, i, part, buffer) -> None:
-        count = 2 // self.neighbours  # four results at a time
+        count = 4 // self.neighbours  # of each row four results at a time, which share a reciprocal (`cute.lowering`)
         firsts = range(0, self.columns // self.block, count)
-        # Behind a move that the compiler cannot see through, as in `reduce.Across`.
-        left = cute.arch.inline_ptx(
-            "mov.b32 {$w0}, {$r0};",
-            write_only_types=[Int32],
-            read_only_args=[self.region.n - self.own_corner(corner)[1]],
-        )
-        kept, largest = [], [Float32(0), Float32(0)]
-        for first in firsts:
-            values = cute.make_rmem_tensor(4, Float32)
-            values.store(self._finished(accumulators, corner, i, part, first, count, None)[0])
-            for q in range(4):
-                there = left > self._column(first, q)
-                size = cute.make_rmem_tensor(1, Float32)
-                size.store(cute.math.abs(cute.make_tensor(values.iterator + q, cute.make_layout(1)).load()))
-                own = either(there, size[0], Float32(0))
-                largest[self._row(q)] = larger(self.format, largest[self._row(q)], own)
-            kept.append(values)
-        scales = [of_largest(self.format, self._over_row(each)) for each in largest]
+        kept = cute.make_rmem_tensor((8, len(firsts)), Float32)
+        for place, first in enumerate(firsts):
+            kept[None, place].store(self._finished(accumulators, corner, i, part, first, count, None)[0])
+        largest = self._largest(kept, self.region.n - self.own_corner(corner)[1])
+        scales = [of_largest(self.format, self._over_row(largest[r])) for r in range(2)]
         self._put_scales(scales, corner)
         inverses = [reciprocal(each) for each in scales]
-        for first, values in zip(firsts, kept, strict=True):
-            for q in range(4):
-                values[q] = values[q] * inverses[self._row(q)]
-            result = cute.make_rmem_tensor(4, self.out_type)
-            result.store(rounded(values.load(), self.out_type, 4))
+        for place, first in enumerate(firsts):
+            values = cute.make_rmem_tensor(8, Float32)
+            for q in range(8):
+                values[q] = kept[q, place] * inverses[self._row(q)]
+            result = cute.make_rmem_tensor(8, self.out_type)
+            result.store(rounded(values.load(), self.out_type, 8))
             for j in range(count):
                 address = self.own.address(first + j) + buffer * self.buffer_bytes
                 for r in range(2):
                     self._put(address + 8 * r * self.row_bytes, result, 2 * j + r)
 
+    @cute.jit
+    def _largest(self, kept, left):
+        """The largest magnitude of each row, of `left` columns from this thread's first on."""
+        largest = cute.make_rmem_tensor(2, Float32)
+        largest.fill(0)
+        if left >= self.columns:
+            for place in cutlass.range_constexpr(kept.shape[1]):
+                for q in cutlass.range_constexpr(8):
+                    self._take(largest, self._row(q), _size(kept[q, place]))
+        else:
+            for place in cutlass.range_constexpr(kept.shape[1]):
+                for q in cutlass.range_constexpr(8):
+                    there = left > self._column(place, q)
+                    self._take(largest, self._row(q), either(there, _size(kept[q, place]), Float32(0)))
+        return largest
+
+    def _take(self, largest, row: int, size) -> None:
+        largest[row] = larger(self.format, largest[row], size)
+
     def _row(self, q: int) -> int:
-        """Which of a thread's two rows the q-th of four values is in."""
+        """Which of a thread's two rows the q-th of eight values is in."""
         return q // self.neighbours % 2
 
-    def _column(self, first: int, q: int) -> int:
-        """How many columns of D the q-th of four values from block `first` lies behind the thread's first."""
-        return self.block * (first + q // (2 * self.neighbours)) + q % self.neighbours
+    def _column(self, place: int, q: int) -> int:
+        """How many columns of D the q-th of eight values of a place lies behind the thread's first."""
+        block = place * (4 // self.neighbours) + q // (2 * self.neighbours)
+        return self.block * block + q % self.neighbours
 
     def _over_row(self, value) -> Any:
         """The largest number of the four lanes of a row."""
@@ -98,3 +107,8 @@ class QuantizedEpilogue(PlainTmaEpilogue):
     def _put_scale(self, value, place, row, column):
         if (self.lane % 4 == 0) & (row < self.region.m) & (column < self.region.n):
             cute.make_tensor(place, cute.make_layout(1))[0] = value
+
+
+def _size(x: Any) -> Any:
+    """|x|."""
+    return cute.arch.inline_ptx("abs.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])

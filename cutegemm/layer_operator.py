@@ -39,8 +39,7 @@ def composed(
         asks how both are launched.
     """
     rows, dtype = as_rows(x), weight.dtype
-    # Backends that take no part in quantization leave it to the best one there is.
-    by = how.backend if how.backend in quantization_request.BACKENDS else "auto"
+    by = backend_of(how.backend)
     asked = None if input_scale is not None else scaling
     if tell:
         block = quantization_request.DEFAULT_BLOCK
@@ -54,6 +53,11 @@ def composed(
     if tell:
         scaled.tell(values, b, scale, of_b, bias, activation, x.dtype, how, gate)
     return d.view(*x.shape[:-1], d.shape[-1])
+
+
+def backend_of(backend: str) -> str:
+    """The backend that quantizes: one that takes no part in it leaves it to the best one there is."""
+    return backend if backend in quantization_request.BACKENDS else "auto"
 
 
 def check_terms(activation: Any, bias: Any) -> None:

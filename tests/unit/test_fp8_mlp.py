@@ -256,3 +256,68 @@ def test_a_gated_layer_alone(seed):
         values, layer.weight.t(), scale_a=scale, scale_b=layer.weight_scale.t(), epilogue=ops.reglu, out_dtype=BF16
     )
     assert torch.equal(layer(x), want.view(3, 5, HIDDEN))
+
+
+def spied(monkeypatch: Any) -> list[bool]:
+    """Whether the first product of each call from now on gave its results quantized."""
+    found: list[bool] = []
+    real = Fp8SwiGLU._fused
+
+    def fused(self: Fp8SwiGLU, input: torch.Tensor) -> torch.Tensor:
+        found.append(True)
+        return real(self, input)
+
+    monkeypatch.setattr(Fp8SwiGLU, "_fused", fused)
+    return found
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+def test_a_hidden_layer_that_its_product_quantizes(monkeypatch, activation, dtype):
+    monkeypatch.setattr("cutegemm.quantized_mlp._quantizes", lambda device, backend: True)
+    found, torch_layer = spied(monkeypatch), HuggingFace(activation)
+    weights = [each.weight for each in (torch_layer.gate_proj, torch_layer.up_proj, torch_layer.down_proj)]
+    layer = Fp8SwiGLU.from_weights(*weights, activation=activation, scaling="blocks")
+    x = torch.randn(2, 150, IN, generator=torch.Generator().manual_seed(5)).to(dtype)
+    with torch.no_grad():
+        y, few = layer(x), layer(x[:1])
+        assert found == [True]  # 150 rows are too few
+        assert y.dtype == dtype
+        torch.testing.assert_close(y[:1], few, rtol=0, atol=0)
+        torch.testing.assert_close(y, by_hand(layer, x, "blocks", GATES[activation]), rtol=0, atol=0)
+        compiled = torch.compile(layer, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(x), y, rtol=0, atol=0)
+
+
+def test_what_keeps_a_product_from_quantizing(monkeypatch):
+    monkeypatch.setattr("cutegemm.quantized_mlp._quantizes", lambda device, backend: True)
+    found, torch_layer = spied(monkeypatch), HuggingFace()
+    weights = [each.weight for each in (torch_layer.gate_proj, torch_layer.up_proj, torch_layer.down_proj)]
+    x = torch.randn(300, IN).to(BF16)
+
+    def runs(layer: Fp8SwiGLU, given: torch.Tensor = x) -> bool:
+        found.clear()
+        with torch.no_grad():
+            layer(given)
+        return found == [True]
+
+    blocks = Fp8SwiGLU.from_weights(*weights, scaling="blocks")
+    assert runs(blocks)
+    assert not runs(Fp8SwiGLU.from_weights(*weights))
+    assert runs(Fp8SwiGLU.from_weights(*weights, scaling=("blocks", "rows")))
+    assert not runs(Fp8SwiGLU.from_weights(*weights, scaling=("rows", "blocks")))
+    seen: list[Any] = []
+    handle = blocks.down.register_forward_hook(lambda *given: seen.append(given))
+    assert not runs(blocks)
+    assert len(seen) == 1
+    handle.remove()
+    assert runs(blocks)
+    with torch.autocast("cpu", dtype=BF16):
+        assert not runs(blocks)
+    with pytest.raises(RuntimeError, match="requires grad"):
+        blocks(x.clone().requires_grad_())
+    with pytest.raises(ValueError, match="expected"):
+        blocks(x[:, :64])
+    narrow = HuggingFace(hidden=192)
+    weights = [each.weight for each in (narrow.gate_proj, narrow.up_proj, narrow.down_proj)]
+    assert not runs(Fp8SwiGLU.from_weights(*weights, scaling="blocks"))

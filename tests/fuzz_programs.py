@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,9 @@ from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import program_request, reference
 from cutegemm.problem.program import bound
+from cutegemm.problem.program.derive import pruned
+from cutegemm.problem.program.graph import BLOCK_SCALES
+from cutegemm.problem.program.quantized import quantizing
 from cutegemm.run import fused
 from cutegemm.run.how import How
 from tests import forked, programs
@@ -54,6 +57,9 @@ def draw(number: int, device: str) -> tuple[Any, torch.Tensor, torch.Tensor, lis
     """(program, a, b, operands, precision) of a number."""
     r = random.Random(number)
     program = programs.program(number)
+    if r.random() < 0.1 and all(each.varies != "mn" for each in program.inputs):
+        alone = pruned(replace(program, outputs=(program.outputs[0]._replace(dtype=None),)))[0]
+        program = quantizing(alone, r.choice(("bf16", "fp32")), r.choice(tuple(BLOCK_SCALES.values())))
     big = 1 if device == "cpu" else 3
     # Where all sizes are even and round, TMA can load and store, which the Hopper kernels need.
     sizes = (16, 32, 48, 64, 80, 128, 144, 208) if r.random() < 0.7 else SIZES

@@ -9,7 +9,18 @@ import torch
 from cutegemm.problem import torch_dtype
 from cutegemm.problem.dtypes import TERMS
 from cutegemm.problem.program.build import Builder
-from cutegemm.problem.program.graph import F32, GATINGS, I32, OPS, PACKERS, REDUCTIONS, Input, Output, Program
+from cutegemm.problem.program.graph import (
+    BLOCK_SCALES,
+    F32,
+    GATINGS,
+    I32,
+    OPS,
+    PACKERS,
+    REDUCTIONS,
+    Input,
+    Output,
+    Program,
+)
 from cutegemm.problem.program.simplify import simplified
 
 _PLAIN = ("neg", "abs", "relu", "tanh", "sigmoid", "erf", "gelu", "gelu_tanh", "silu")
@@ -183,5 +194,5 @@ def columns(of: Program, n: int) -> int:
 
 
 def every_operation(programs: list[Program]) -> set[str]:
-    """The operations that no program has, but for those of derived programs alone."""
-    return set(OPS) - {*PACKERS} - {node.op for each in programs for node in each.nodes}
+    """The operations that no program has, but for those of derived programs and of quantized results alone."""
+    return set(OPS) - {*PACKERS, *BLOCK_SCALES, "per_scale"} - {node.op for each in programs for node in each.nodes}

@@ -175,7 +175,7 @@ FAMILIES: dict[str, Family] = {
         hopper_validity.TAKES,
         hopper_candidates.listed,
         hopper_footprint.of,
-        ("../hardware/residency.py", *_SPLITTING, "hopper/*.py"),
+        ("../hardware/residency.py", *_SPLITTING, "hopper/*.py", "quantize/scale.py"),
         works=hopper_grouping.WORKS,
         quantizes=True,
         splits=hopper_candidates.splits,

@@ -285,6 +285,7 @@ def test_a_hidden_layer_that_its_product_quantizes(monkeypatch, activation, dtyp
         assert y.dtype == dtype
         torch.testing.assert_close(y[:1], few, rtol=0, atol=0)
         torch.testing.assert_close(y, by_hand(layer, x, "blocks", GATES[activation]), rtol=0, atol=0)
+        torch._dynamo.reset()
         compiled = torch.compile(layer, fullgraph=True, backend="eager")
         torch.testing.assert_close(compiled(x), y, rtol=0, atol=0)
 

@@ -58,7 +58,7 @@ def device(program: Program, acc: torch.Tensor, operands, generator: torch.Gener
     found = []
     for out in program.outputs:
         value = values[out.node].expand(place.shape).float()
-        found.append(place.result(reduced(value, out.reduce), out.reduce))
+        found.append(place.result(reduced(value, out.reduce), out))
     return found
 
 

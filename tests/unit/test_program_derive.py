@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cutegemm import ops
 from cutegemm.problem.program.derive import Backward, Source, backward, saving
 from cutegemm.problem.program.evaluate import UNARY, Place, evaluate, summed
-from cutegemm.problem.program.graph import F32, Program
+from cutegemm.problem.program.graph import F32, Output, Program
 from cutegemm.problem.program.simplify import simplified
 from cutegemm.problem.program.text import parse
 from cutegemm.problem.program.trace import trace
@@ -36,7 +36,7 @@ def tensors(program: Program, count: int | None, seed: int) -> tuple[torch.Tenso
 def derived(found: Backward, program: Program, acc, operands, upstream) -> list[torch.Tensor]:
     """The outputs of a derived program for the tensors of the forward pass."""
     place = Place(program, acc)
-    parts = [place.result(each, None) for each in place.accumulators(acc.detach(), program.gating)]
+    parts = [place.result(each, Output(0)) for each in place.accumulators(acc.detach(), program.gating)]
     given = {"operand": operands, "acc": parts, "upstream": upstream}
     values = [given[source.kind][source.number] for source in found.reads]
     values = [each.detach() if isinstance(each, torch.Tensor) else each for each in values]
@@ -66,7 +66,7 @@ def check(program: Program, count: int | None, seed: int) -> None:
     gots = dict(zip(found.gives, derived(found, program, acc, operands, upstream), strict=True))
 
     place = Place(program, acc)
-    parts = [place.result(each, None) for each in place.accumulators(wants[0], program.gating)]
+    parts = [place.result(each, Output(0)) for each in place.accumulators(wants[0], program.gating)]
     for number, want in enumerate(parts):
         close(gots.pop(Source("acc", number), torch.zeros_like(want)), want)
     wanted = iter(wants[1:])

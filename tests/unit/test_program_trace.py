@@ -234,6 +234,7 @@ def test_functions_compute_on_tensors_what_the_program_computes(name):
         "clamp": [0.5, 1.0],
         "scaled": [2.0, 3.0],
         "clamped_swiglu": [0.7, 1.0, 1.7, 1.0],
+        "quantize": ["int8"],
     }.get(name, [])
     function = getattr(ops, name)
     if name == "where":
@@ -242,6 +243,10 @@ def test_functions_compute_on_tensors_what_the_program_computes(name):
         program = trace(lambda acc: ops.where(ops.logical_not(acc > 1), acc, 0.0), ())
         assert program == trace(lambda acc: ops.where(~(acc > 1), acc, 0.0), ())
         assert torch.where(ops.logical_not(x > 1), x, 0.0).equal(evaluate(program, x, [])[0])
+    elif name == "quantize":
+        values, scales = evaluate(trace(lambda acc: function(acc, "int8"), ()), x, [], dtype=torch.float32)
+        assert function(x, "int8")[0].equal(values.round().to(torch.int8))
+        assert function(x, "int8")[1].equal(scales)
     elif name in ("halves", "pairs"):
         assert function(x)[1].equal(evaluate(trace(lambda acc: function(acc)[1], ()), x, [])[0])
     else:

@@ -229,6 +229,7 @@ SPECS: tuple[Spec, ...] = (
         "halves-scaled", "128x64x128/coop2/c1x1/s2/row/half", "e4m3", (136, 80, 656), (136, 32, 272), program="scaled"
     ),
     _sm90("statistics", "64x64x64/pp/c1x1/s2/row", "bf16", (136, 72, 200), (8, 8, 24), program="statistics"),
+    _sm90("quantized", "64x128x64/pp/c1x1/s2/row", "bf16", (136, 208, 200), (8, 144, 24), program="quantized"),
     _sm90("operands-in-fp32", "128x64x64/coop2/c1x1/s3/row", "bf16", (264, 104, 200), (8, 16, 24), program="in_fp32"),
     _sm90("pp-operands", "128x160x32/pp/c1x1/s9/row", "bf16", (264, 168, 264), (8, 16, 24), program="rotation"),
     _cute("sm80-statistics", "sm80/64x64x32/w32x32/s3/g8", "bf16", _SMALL_16BIT, program="statistics"),

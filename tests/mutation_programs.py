@@ -36,6 +36,7 @@ PROGRAMS: dict[str, tuple[Any, Callable[[int, int], tuple[torch.Tensor, ...]]]] 
     "swiglu_pairs": (ops.swiglu_pairs, lambda m, n: ()),
     "statistics": (_with_statistics, _operands),
     "in_fp32": (_IN_FP32, lambda m, n: (torch.randn(m, n).bfloat16(), torch.randn(m, n).bfloat16())),
+    "quantized": (lambda acc: ops.quantize(acc, "e4m3"), lambda m, n: ()),
     "rotation": (ops.rope, lambda m, n: (torch.randn(m, n).bfloat16(), torch.randn(m, n).bfloat16())),
 }
 """Name -> (the function or program, what makes its operands for D (m, n))."""

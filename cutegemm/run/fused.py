@@ -361,7 +361,8 @@ def emulate(
 def plan_of(a: Any, b: Any, epilogue: Any, operands: Any, out: Any, out_dtype: Any, how: How) -> Plan:
     """The plan behind such a call: the one that is remembered while nothing that it depends on has changed."""
     key = key_of(a, b, epilogue, operands, out, out_dtype, how)
-    call.keep_up()
-    memo.keep_up()
+    if not call.is_capturing():  # a plan that is needed then cannot always be made again
+        call.keep_up()
+        memo.keep_up()
     plan = None if key is None else memo.plan(key)
     return plan or planned(key, a, b, epilogue, operands, out, out_dtype, how)[1]

@@ -287,7 +287,8 @@ def plan_of(
 ) -> Plan:  # fmt: skip
     """The plan behind such a call: the one that is remembered while nothing that it depends on has changed."""
     key = key_of(a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config)
-    call.keep_up()
-    memo.keep_up()
+    if not call.is_capturing():  # a plan that is needed then cannot always be made again
+        call.keep_up()
+        memo.keep_up()
     plan = None if key is None else memo.plan(key)
     return plan or planned(key, a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config)[1]

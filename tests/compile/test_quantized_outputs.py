@@ -29,7 +29,7 @@ def test_nothing_spills_and_conversions_are_of_pairs(text, config, values):
     program = quantizing(parse(text), "bf16", values)
     if text != PLAIN and "x128x" in config:
         config = config.replace("x128x", "x256x")
-    problem = Problem.of(4096, 4096, 2048, "bf16", out_dtype=values, epilogue=Epilogue(custom=program, aligns=aligns))
+    problem = Problem.of(4096, 4096, 2048, "bf16", out_dtype=values, epilogue=Epilogue(custom=program))
     kernel = CUTE.build(problem.signature, CUTE.parse(f"sm90/{config}/serp8/zig/pdl"), H200)
     assert sass.spilled(kernel.cubin) == 0
     found = sass.opcodes(kernel.cubin)

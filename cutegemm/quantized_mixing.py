@@ -26,8 +26,8 @@ from cutegemm.run import fused, grouped, routing
 from cutegemm.run.routing import Routing
 
 FUSED_ROWS = 129
-"""Rows an expert has on average from which on the first product may quantize the hidden layer. On an H200 a mixture then
-took 0.97 to 1.00 of the time, and with 65 to 128 rows 0.99 to 1.02 (docs/mixtures.md#in-fp8)."""
+"""Rows an expert has on average from which on the first product may quantize the hidden layer. On an H200 a mixture
+then took 0.97 to 1.00 of the time, and with 65 to 128 rows 0.99 to 1.02 of it (docs/mixtures.md#in-fp8)."""
 
 
 class Experts(NamedTuple):

@@ -27,7 +27,7 @@ from cutegemm.cute.standalone import StandaloneKernel
 from cutegemm.emulator.capture import _Any
 from cutegemm.problem import packing, reference, torch_dtype
 from cutegemm.problem.program.evaluate import evaluate
-from cutegemm.problem.program.graph import SCALE_K, Node, Output, Program
+from cutegemm.problem.program.graph import ROW_BLOCKS, SCALE_K, Node, Output, Program
 from cutegemm.problem.quantization import NAMED, scale_of, values_of
 from cutegemm.pytorch import combining
 from cutegemm.run import arguments, routing
@@ -171,13 +171,22 @@ class TorchKernel(StandaloneKernel):
                     for each, value in zip(program.inputs, whole, strict=True)
                 ]  # fmt: skip
 
-            z = torch.cat([
-                evaluate(program, z[first:last], of_group(number, first, last), dtype=FP32)[0]
+            found = [
+                evaluate(program, z[first:last], of_group(number, first, last), dtype=FP32)
                 for number, (first, last) in enumerate(itertools.pairwise(ends))
-            ])  # fmt: skip
+            ]
+            z, *more = (torch.cat(each) for each in zip(*found, strict=True))
+            self._put_scales(given, more)
         columns = z.shape[1]
         d = _matrix(given["d"], out_dtype, 1, rows_d, columns, 0, True, given["ldd"])[0]
         d[index if work == "scattered_m" else slice(None)] = z.to(out_dtype)
+
+    def _put_scales(self, given: dict[str, Any], more: Sequence[torch.Tensor]) -> None:
+        """Writes what of the results behind the first is scales of blocks of D."""
+        outputs = self.signature.epilogue.custom.outputs[1:]
+        for number, (result, output) in enumerate(zip(more, outputs, strict=True), 1):
+            if output.reduce == ROW_BLOCKS:
+                _at(given[f"y{number}"], FP32, tuple(result.shape), result.contiguous().stride()).copy_(result)
 
     def _block_scales(
         self, given: dict[str, Any], groups: int, m: int, n: int, k: int
@@ -238,6 +247,7 @@ class TorchKernel(StandaloneKernel):
             operands = [self._operand(each, given, batch, m, n) for each in epilogue.custom.inputs]
             results = evaluate(epilogue.custom, z, operands, dtype=FP32)
             d.copy_(results[0])
+            self._put_scales(given, results[1:])
             for number, (result, output) in enumerate(zip(results[1:], epilogue.custom.outputs[1:], strict=True), 1):
                 if output.reduce is None:
                     at, dtype = given[f"y{number}"], torch_dtype(str(output.dtype))

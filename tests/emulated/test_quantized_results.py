@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cutegemm
-from cutegemm import ops
+from cutegemm import nn, ops, quantized_mixing
 from tests.quantized_results import E4M3, E5M2, compared, identity, scaled, swiglu, swiglu_pairs
 
 PLAIN, GATED = "sm90/128x128x64/coop2/c1x1/s3/serp8/pdl", "sm90/128x256x64/coop2/c1x1/s3/serp8/pdl"
@@ -112,3 +112,42 @@ def test_tf32_and_what_the_choice_takes():
     torch.manual_seed(6)
     a, b = torch.randn(40, 100), torch.randn(208, 100).T
     compared(lambda epilogue: cutegemm.gemm(a, b, epilogue=epilogue, precision="tf32", backend="cute"), identity, E4M3)
+
+
+@pytest.mark.parametrize("form", [False, True])
+def test_a_mixture(monkeypatch, form):
+    """Its hidden layer is quantized by the first product or by a kernel of its own."""
+    torch.manual_seed(7)
+    more: dict[str, Any] = {}
+    if form:
+        more = {"interleaved": True, "activation": cutegemm.gating.ClampedSwiglu(7.0, 1.702, 1.0)}
+        more |= {"b_gate_up": torch.randn(2, 256).bfloat16(), "b_down": torch.randn(2, 64).bfloat16()}
+    weights = (torch.randn(2, *shape).bfloat16() / 8 for shape in ((256, 128), (64, 128)))
+    layer = nn.Fp8MoE.from_weights(*weights, scaling="blocks", backend="cute", **more)
+    x, experts = torch.randn(140, 128).bfloat16(), torch.stack((torch.zeros(140), torch.ones(140)), 1).long()
+    experts[5:20, 0], experts[7, 1] = -1, 0
+    shares, asked = torch.rand(140, 2), []
+    real = quantized_mixing.grouped_gemm
+
+    def seen(*given: Any, epilogue: Any, **options: Any) -> Any:
+        asked.append(epilogue.quantizes)
+        return real(*given, epilogue=epilogue, **options)
+
+    monkeypatch.setattr(quantized_mixing, "grouped_gemm", seen)
+    with torch.no_grad():
+        found = layer(x, experts, shares)
+        monkeypatch.setattr(quantized_mixing, "FUSED_ROWS", 1 << 40)
+        apart = layer(x, experts, shares)
+    assert asked == [True, False, False, False]
+    torch.testing.assert_close(found, apart, rtol=0, atol=0)
+    assert float(found.float().norm()) > 10
+
+
+def test_a_gated_mlp():
+    torch.manual_seed(8)
+    weights = (torch.randn(*shape).bfloat16() / 8 for shape in ((128, 64), (128, 64), (48, 128)))
+    layer = nn.Fp8SwiGLU.from_weights(*weights, scaling="blocks", backend="cute")
+    x = torch.randn(2, 130, 64).bfloat16()
+    with torch.no_grad():
+        assert layer._fuses(x)
+        torch.testing.assert_close(layer(x), layer.down(layer.gate_up(x)), rtol=0, atol=0)

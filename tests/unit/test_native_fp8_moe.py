@@ -110,6 +110,23 @@ def test_the_stand_ins_compute_the_layer(name):
     assert size > 0.1
 
 
+@pytest.mark.parametrize("form", ["blocks", "blocks of x, rows of the weights", "gate and up in turn, blocks"])
+def test_a_hidden_layer_that_the_first_product_quantizes(monkeypatch, form):
+    """There is one launch less, and the result is the same."""
+
+    def taken() -> tuple[int, torch.Tensor]:
+        road = call(layer(**FORMS[form]))
+        count = len(assert_launched_alike(road))
+        with served(in_cpp=True):
+            return count, [road() for _ in range(3)][-1]
+
+    apart, want = taken()
+    monkeypatch.setattr("cutegemm.quantized_mixing.FUSED_ROWS", 1)
+    count, found = taken()
+    assert count == apart - 1
+    torch.testing.assert_close(found, want, rtol=0, atol=0)
+
+
 class Subclass(torch.Tensor):
     pass
 

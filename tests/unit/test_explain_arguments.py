@@ -9,6 +9,7 @@ import torch
 
 import cutegemm
 from cutegemm import ops
+from tuning import explain
 
 ENDS = torch.tensor([1, 3], dtype=torch.int32)
 
@@ -128,3 +129,42 @@ def test_nothing_is_compiled_for_a_result_without_elements(options, tmp_path, mo
         assert "nothing: D has no elements" in said
         assert "configuration" not in said
     assert not list(tmp_path.rglob("*.ptx"))
+
+
+EXPLAINED = {
+    "--shapes 512x1024x256 --epilogue swiglu": ["D 512x512", "halves[0]"],
+    "--shapes 512x1024x256 --epilogue swiglu,geglu": ["silu(gate)", "gelu(gate)"],
+    "--shapes 512x1024x256 --epilogue gelu_bias_residual --gpu A100": ["x1: bf16[M, N]", "A100"],
+    "--shapes 8192x1024x256 --batch 8 --work ragged_m": ["groups         ragged m"],
+    "--shapes 512x1024x256 --dtype e4m3 --scaling blocks": ["x0: fp32[A, 1, 128], x1: fp32[B, 128, 128]"],
+    "--shapes 8192x1024x256 --batch 8 --work ragged_m --epilogue swiglu --dtype e4m3 --scaling blocks": [
+        "fp32[L, B, 128, 128]",
+        "groups",
+        "D 8192x512",
+    ],
+    "--shapes 512x1024x256 --dtype int8 --scaling rows --bias --out-dtype bf16": ["bias_n[bf16]"],
+}
+
+
+@pytest.mark.parametrize("line", EXPLAINED)
+def test_the_command_poses_what_a_sweep_poses(line, capsys):
+    assert explain.main(line.split()) == 0
+    printed = capsys.readouterr().out
+    assert [each for each in EXPLAINED[line] if each not in printed] == []
+    assert "configuration  sm" in printed
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--shapes 64 --scaling rows", "--scaling: got rows with bf16; scales are of fp8 and int8 operands"),
+        ("--shapes 64 --epilogue swiglu --bias", "--epilogue: got swiglu with --bias"),
+        ("--shapes 64 --epilogue none", "--epilogue: got 'none', accepted are swiglu"),
+        ("--shapes 64 --batch 0", "--batch: got 0, expected at least 1"),
+        ("--shapes 64 --work ragged_m --batch 5000", "--batch: got 5000 with --work ragged_m, at most"),
+        ("--shapes 64 --dtype e4m3 --scaling blocks --c", "--scaling: got blocks with --c"),
+    ],
+)
+def test_the_command_names_what_does_not_go_together(line, said, capsys):
+    assert explain.main(line.split()) == 2
+    assert said in capsys.readouterr().err

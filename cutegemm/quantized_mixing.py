@@ -137,7 +137,7 @@ class Computed(NamedTuple):
         first, dtype = self._first(given, experts, operands[0], ends, x.dtype)
         hidden = self._launch(given, experts, 0, first, operands[0], of_first, ends, dtype)
         h = torch.empty((slots, experts.down.shape[2]), dtype=x.dtype, device=x.device)
-        given = quantize_spread.results(h, slots, self.dtype, self.kinds[0])
+        given = quantize_spread.results(h, slots, self.dtype, self.kinds[0])  # whose shapes the second product takes
         of_hidden = None
         if dtype is not None:
             of_hidden = quantize_kernels.told(quantize_spread.plan_of(h, *given, self.kinds[0]), *given)

@@ -2,7 +2,7 @@
 
     values, scales = quantize(x)                each token once, and written to the rows of all its experts
     H = r * act(X G_e^T) * (X U_e^T)            groups of rows, with the scales
-    values, scales = quantize(H)
+    values, scales = quantize(H)                with scales of blocks and many rows by the first product
     Y = H W_e^T                                                      the rows of a token's slots are added up
 
 Sorting, gating and weighting are those of `moe`.

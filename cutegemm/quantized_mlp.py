@@ -19,7 +19,7 @@ from cutegemm.quantize import quantize
 from cutegemm.quantized_linear import SCALE_NAMES, Fp8Linear
 
 FUSED_ROWS = 256
-"""Rows from which on the first product quantizes the hidden layer. On an H200 it then took 0.81 to 1.00 of the time of
+"""Rows from which on the first product quantizes the hidden layer. On an H200 it then took 0.78 to 0.97 of the time of
 a product and `quantize`, with 64 and 128 rows 1.12 to 1.85 of it, since the fastest tiles of so few rows have operands
 swapped (docs/fp8.md#a-hidden-layer-that-its-product-quantizes).
 """
@@ -37,7 +37,8 @@ class Fp8SwiGLU(replacing.Translating):
 
     With scales of blocks the first product of `FUSED_ROWS` rows and more gives the hidden layer in 8 bits, with its
     scales (`ops.quantize`), where a kernel does so: on GPUs of compute capability 9.0, with in_features that 16 divides
-    and hidden_features that 128 divides. Forward hooks on the two layers keep it from doing so.
+    and hidden_features that 128 divides. Forward hooks on the two layers keep it from doing so. (Hooks of all modules
+    do not, and do not see the two layers then.)
 
     Args:
         in_features, hidden_features, out_features, device, activation: as in `SwiGLU`.
@@ -95,8 +96,12 @@ class Fp8SwiGLU(replacing.Translating):
         first, second = self.gate_up, self.down
         return (
             first.settings.scaling[0] == second.settings.scaling[0] == "blocks"
-            and first.settings.dtype == second.settings.dtype
+            and input.numel() >= FUSED_ROWS * first.in_features
             and type(first) is type(second) is Fp8Linear
+            and first.settings.dtype == second.settings.dtype
+            and first.settings.activation in BY_NAME
+            and second.settings.activation is None
+            and second.bias is None
             and not any(replacing.is_altered(each) or each.input_scale is not None for each in (first, second))
             and type(input) is torch.Tensor
             and input.dim() > 0
@@ -104,26 +109,24 @@ class Fp8SwiGLU(replacing.Translating):
             and input.dtype in INPUTS
             and not (input.requires_grad and torch.is_grad_enabled())
             and not autocast.is_on(input.device.type)
+            # Other hidden features leave tiles without whole blocks of columns of gate and up.
             and second.in_features % BLOCK == 0
             and first.in_features % 16 == 0
             and _quantizes(input.device, first.settings.backend)
-            and input.numel() >= FUSED_ROWS * first.in_features
         )
 
     def _fused(self, input: torch.Tensor) -> torch.Tensor:
         """By two products, the first of which quantizes."""
-        first, second, dtype = self.gate_up, self.down, self.gate_up.settings.dtype
+        first, second, to, dtype = self.gate_up, self.down, input.dtype, self.gate_up.settings.dtype
         gate = BY_NAME[str(first.settings.activation)]
+
+        def hidden(acc: Any) -> Any:  # it captures no tensor, or every call would trace it
+            return ops.quantize(ops.cast(gate(acc), to), dtype)
+
         with torch.no_grad():
             values, scale = quantize(as_rows(input), dtype, "blocks", backend=backend_of(first.settings.backend))
-            values, scale = gemm(
-                values, first.weight.t(), scale_a=scale, scale_b=_turned(first.weight_scale),
-                epilogue=lambda acc: ops.quantize(ops.cast(gate(acc), input.dtype), dtype), **_options(first),
-            )  # fmt: skip
-            d = gemm(
-                values, second.weight.t(), scale_a=scale, scale_b=_turned(second.weight_scale), out_dtype=input.dtype,
-                **_options(second),
-            )  # fmt: skip
+            values, scale = _product(first, values, scale, epilogue=hidden)
+            d = _product(second, values, scale, out_dtype=to)
         return d.view(*input.shape[:-1], d.shape[-1])
 
     @classmethod
@@ -165,20 +168,15 @@ class Fp8SwiGLU(replacing.Translating):
         return made
 
 
-def _turned(scale: torch.Tensor) -> torch.Tensor:
-    """Scales of a weight as those of a second operand."""
-    return scale.t() if scale.dim() else scale
-
-
-def _options(layer: Fp8Linear) -> dict[str, Any]:
-    """How its product is computed, as arguments of `gemm`."""
-    return layer.settings.how._asdict()
+def _product(layer: Fp8Linear, values: torch.Tensor, scale: torch.Tensor, **options: Any) -> Any:
+    """Quantized rows times the weight of a layer."""
+    of_weight = layer.weight_scale.t() if layer.weight_scale.dim() else layer.weight_scale
+    how = layer.settings.how._asdict()
+    return gemm(values, layer.weight.t(), scale_a=scale, scale_b=of_weight, **how, **options)
 
 
 def _quantizes(device: torch.device, backend: str) -> bool:
-    """Whether kernels for this device quantize results. On the CPU those of a backend that is named do, in the
-    emulator.
-    """
+    """Whether kernels for this device quantize results; on the CPU only with backend="cute", in the emulator."""
     if device.type != "cuda":
         return backend == "cute"
     return backend in ("auto", "cute") and Arch.of_device(device.index).capability == (9, 0)

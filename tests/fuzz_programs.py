@@ -33,7 +33,7 @@ from cutegemm.hardware.arch import Arch
 from cutegemm.problem import program_request, reference
 from cutegemm.problem.program import bound
 from cutegemm.problem.program.derive import pruned
-from cutegemm.problem.program.graph import BLOCK_SCALES
+from cutegemm.problem.program.graph import BLOCK_SCALE_OPS
 from cutegemm.problem.program.quantized import quantizing
 from cutegemm.run import fused
 from cutegemm.run.how import How
@@ -59,7 +59,7 @@ def draw(number: int, device: str) -> tuple[Any, torch.Tensor, torch.Tensor, lis
     program = programs.program(number)
     if r.random() < 0.1 and all(each.varies != "mn" for each in program.inputs):
         alone = pruned(replace(program, outputs=(program.outputs[0]._replace(dtype=None),)))[0]
-        program = quantizing(alone, r.choice(("bf16", "fp32")), r.choice(tuple(BLOCK_SCALES.values())))
+        program = quantizing(alone, r.choice(("bf16", "fp32")), r.choice(tuple(BLOCK_SCALE_OPS.values())))
     big = 1 if device == "cpu" else 3
     # Where all sizes are even and round, TMA can load and store, which the Hopper kernels need.
     sizes = (16, 32, 48, 64, 80, 128, 144, 208) if r.random() < 0.7 else SIZES

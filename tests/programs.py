@@ -10,7 +10,7 @@ from cutegemm.problem import torch_dtype
 from cutegemm.problem.dtypes import TERMS
 from cutegemm.problem.program.build import Builder
 from cutegemm.problem.program.graph import (
-    BLOCK_SCALES,
+    BLOCK_SCALE_OPS,
     F32,
     GATINGS,
     I32,
@@ -195,4 +195,4 @@ def columns(of: Program, n: int) -> int:
 
 def every_operation(programs: list[Program]) -> set[str]:
     """The operations that no program has, but for those of derived programs and of quantized results alone."""
-    return set(OPS) - {*PACKERS, *BLOCK_SCALES, "per_scale"} - {node.op for each in programs for node in each.nodes}
+    return set(OPS) - {*PACKERS, *BLOCK_SCALE_OPS, "per_scale"} - {node.op for each in programs for node in each.nodes}

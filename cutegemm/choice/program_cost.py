@@ -12,13 +12,13 @@ activations are part of the fitted constants.
 
 from __future__ import annotations
 
-from cutegemm.problem.program.graph import BLOCK_SCALES, Program
+from cutegemm.problem.program.graph import BLOCK_SCALE_OPS, Program
 
 INSTRUCTIONS = {
     "const": 0, "acc": 0, "row": 0, "column": 0, "matrix": 0,
     "exp": 5, "exp2": 4, "log": 5, "log2": 4, "sqrt": 4, "rsqrt": 4, "reciprocal": 4, "div": 9, "sigmoid": 10,
     "tanh": 11, "silu": 13, "gelu_tanh": 15, "erf": 21, "gelu": 13, "ifloordiv": 12, "imod": 14, "random": 60,
-    **dict.fromkeys(BLOCK_SCALES, 3),
+    **dict.fromkeys(BLOCK_SCALE_OPS, 3),
 }  # fmt: skip
 """Of an element, by operation; 1 for all others."""
 LANES = 128

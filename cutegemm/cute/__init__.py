@@ -54,31 +54,16 @@ if TYPE_CHECKING:
 
 _FOLDER = Path(__file__).parent
 _SHARED_SOURCES = (
-    "compile.py",
-    "early_launch.py",
-    "entry.py",
-    "epilogue.py",
-    "graph_memory.py",
-    "groups.py",
-    "launch_config.py",
-    "lowering.py",
-    "reduction.py",
-    "source.py",
-    "state_word.py",
-    "tile_order.py",
-    "types.py",
-    "warps/group_tiles.py",
-    "warps/part_sum.py",
-    "whole.py",
-    "workspace.py",
-    "../problem/epilogue.py",
-    "../problem/program/graph.py",
-    "../run/arguments.py",
-    "../hardware/cubin.py",
-)
+    "compile.py", "early_launch.py", "entry.py", "epilogue.py", "graph_memory.py", "groups.py", "launch_config.py",
+    "lowering.py", "reduction.py", "source.py", "state_word.py", "tile_order.py", "types.py", "warps/group_tiles.py",
+    "warps/part_sum.py", "whole.py", "workspace.py", "../problem/epilogue.py", "../problem/program/graph.py",
+    "../run/arguments.py", "../hardware/cubin.py",
+)  # fmt: skip
 """Patterns of the files, relative to this folder, that decide what the kernels of every family do."""
 _SPLITTING = ("operand_parts.py", "splitter.py")
 """The same for families that split operands into parts."""
+_QUANTIZING = ("quantize/scale.py", "../problem/quantization.py", "../problem/program/quantized.py")
+"""The same for families that quantize results."""
 _CHOICE_SOURCES = frozenset(("byte_candidates.py", "candidates.py", "shortlists.py", "footprint.py", "registers.py"))
 """Files of a family's folder that decide which of its kernels is taken, not what it does."""
 
@@ -175,7 +160,7 @@ FAMILIES: dict[str, Family] = {
         hopper_validity.TAKES,
         hopper_candidates.listed,
         hopper_footprint.of,
-        ("../hardware/residency.py", *_SPLITTING, "hopper/*.py", "quantize/scale.py"),
+        ("../hardware/residency.py", *_SPLITTING, "hopper/*.py", *_QUANTIZING),
         works=hopper_grouping.WORKS,
         quantizes=True,
         splits=hopper_candidates.splits,
@@ -234,6 +219,7 @@ FAMILIES: dict[str, Family] = {
         ("warps/*.py", "dmma/*.py"),
     ),
 }
+_ONLY_QUANTIZING = "only sm90 has kernels for ops.quantize: on compute capability 9.0, of operands for tensor cores"
 _OLDEST = min(family.capability for family in FAMILIES.values())
 
 
@@ -276,7 +262,7 @@ def _invalid(config: Any, signature: Signature, arch: Arch) -> str | None:
     if any(getattr(config, field.name) == 0 for field in fields(config)):
         return f"{config} has a 0; every number of a configuration is at least 1"
     if signature.epilogue.program.quantizes and not FAMILIES[config.family].quantizes:
-        return f"{config.family} has no kernels that quantize results with scales of blocks; sm90 has"
+        return _ONLY_QUANTIZING
     return config.why_invalid(signature, arch)
 
 
@@ -323,12 +309,9 @@ class CuteBackend(Backend[Any]):
             taken = "; ".join(f"{name} takes {kind_names(family.takes)}" for name, family in FAMILIES.items())
             asked = f"{problem.dtype} with precision {problem.precision!r}"
             return f"no CuTe kernel for {arch.name} multiplies {asked}: {taken}"
-        quantizes = problem.epilogue.program.quantizes
-        families = [
-            family
-            for family in self._automatic(problem.signature)
-            if problem.work in family.works and family.quantizes >= quantizes
-        ]
+        families = [family for family in self._automatic(problem.signature) if problem.work in family.works]
+        if problem.epilogue.program.quantizes and not any(family.runs_on(arch) for family in families):
+            return _ONLY_QUANTIZING
         if not families:
             own = {name: family for name, family in FAMILIES.items() if problem.work in family.works}
             kinds = {name: (each for each in family.takes if each not in SPLIT) for name, family in own.items()}
@@ -456,7 +439,8 @@ class CuteBackend(Backend[Any]):
         return FAMILIES[config.family].footprint(config, signature, arch)
 
     def _automatic(self, signature: Signature) -> Iterator[Family]:
-        return (family for family in FAMILIES.values() if family.automatic and signature.kind in family.takes)
+        found = (family for family in FAMILIES.values() if family.automatic and signature.kind in family.takes)
+        return (family for family in found if family.quantizes or not signature.epilogue.program.quantizes)
 
     def _first(self, signature: Signature, arch: Arch) -> Family | None:
         """The first automatic family with a usable candidate."""

@@ -55,7 +55,8 @@ def source_fingerprint() -> str:
         _SOURCES.parent / name
         for name in (
             "problem/dtypes.py", "problem/problem.py", "problem/operand.py", "problem/epilogue.py", "problem/work.py",
-            "problem/program/graph.py", "run/arguments.py", "hardware/cubin.py",
+            "problem/program/graph.py", "problem/program/quantized.py", "problem/quantization.py", "run/arguments.py",
+            "hardware/cubin.py",
         )
     )  # fmt: skip
     return source_digest(*own, *shared)

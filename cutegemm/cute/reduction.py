@@ -19,7 +19,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int64
 
 from cutegemm.problem import Signature
-from cutegemm.problem.program.graph import ROW_BLOCKS
 from cutegemm.problem.work import TABLE
 
 
@@ -88,5 +87,4 @@ class Partial:
 
 def partials(signature: Signature) -> list[Partial]:
     """The reduced outputs of a signature's program whose pieces kernels write."""
-    given = signature.epilogue.reductions
-    return [Partial(number, reduce, signature.work) for number, reduce in given if reduce != ROW_BLOCKS]
+    return [Partial(number, reduce, signature.work) for number, reduce in signature.epilogue.pieced]

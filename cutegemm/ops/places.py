@@ -181,16 +181,21 @@ def column_max_abs(x: Operand) -> Any:
 
 
 def quantize(x: Operand, dtype: torch.dtype | str) -> tuple[Any, Any]:
-    """Two results: x in 8 bits, and its scales, one for every 128 columns of a row of D. (M, N) in that dtype, and (M,
-    ceil(N / 128)) in fp32: what `cutegemm.quantize(x, dtype, "blocks")` gives of x in fp32, to the bit.
+    """Quantizes x with one scale for every 128 columns of a row of D. Returns (values, scales): values (M, N) in that
+    dtype, and scales (M, ceil(N / 128)) in fp32; with a batch (L, ...). They have the bits of `cutegemm.quantize(x,
+    dtype, "blocks")` for x in fp32. Return both as results of the epilogue, and pass them as `a` and `scale_a` to the
+    next product, which so need not read D in 16 bits.
 
-    Such a pair is the first operand of a next product with scales of blocks, which so need not read D in 16 bits.
+    dtype: torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8, or "e4m3", "e5m2" or "int8".
 
-    dtype: torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8, or its short name ("e4m3").
+    On GPUs of compute capability 9.0 a kernel does this, where rows of D are multiples of 16 bytes and there are no
+    other results and no (M, N) operands. Else backend "auto" computes the call by torch's operations, and "cute" raises
+    UnsupportedError.
 
-    Raises EpilogueError for another dtype.
+    Raises EpilogueError for another dtype, and for a tensor that is no matrix. The call raises ValueError where it
+    would record a gradient, and for groups of columns.
 
-    Example, the hidden layer of a gated MLP, rounded to bf16 as it would be in a tensor of its own:
+    Example, the hidden layer of a gated MLP, which is rounded to bf16 first:
         lambda acc: ops.quantize(ops.cast(ops.swiglu(acc), torch.bfloat16), torch.float8_e4m3fn)
 
     >>> values, scales = quantize(torch.full((1, 256), 448.0), torch.float8_e4m3fn)
@@ -203,6 +208,8 @@ def quantize(x: Operand, dtype: torch.dtype | str) -> tuple[Any, Any]:
         value.fail(f"quantize: dtype {dtype!r}, accepted are {names} and {quantization.ACCEPTED}")
     if not isinstance(x, torch.Tensor):
         return value.quantized(x, name)
+    if x.dim() not in (2, 3):
+        value.fail(f"quantize: x has shape {tuple(x.shape)}, accepted are (M, N) and (L, M, N)")
     format, group = quantization.NAMED[name], quantization.Group(1, quantization.BLOCK)
     scale = quantization.scale_of(x, format, group)
     return quantization.values_of(x, scale, format), scale

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from typing import TypeVar
 
 from cutegemm.problem.dtypes import ALONE
-from cutegemm.problem.program.graph import Input, Node, Output, Program
+from cutegemm.problem.program.graph import ROW_BLOCKS, Input, Node, Output, Program
 
 T = TypeVar("T")
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
@@ -93,9 +93,16 @@ class Epilogue:
 
     @cached_property
     def reductions(self) -> tuple[tuple[int, str], ...]:
-        """(number of the output, one of `graph.REDUCTIONS`) of each output that is reduced."""
+        """(number of the output, one of `graph.REDUCED`) of each output that is reduced."""
         outputs = self.custom.outputs if self.custom else ()
         return tuple((number, output.reduce) for number, output in enumerate(outputs) if output.reduce is not None)
+
+    @cached_property
+    def pieced(self) -> tuple[tuple[int, str], ...]:
+        """Those of `reductions` that a kernel writes in pieces, each over several boxes of D: all but scales of blocks,
+        each of which is complete within a box.
+        """
+        return tuple(each for each in self.reductions if each[1] != ROW_BLOCKS)
 
     @property
     def gating(self) -> str | None:

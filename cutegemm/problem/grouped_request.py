@@ -195,6 +195,11 @@ def result_dtype(number: int, output: Any, target: Any, out_dtype: Any, default:
 def check_program(program: Program, sizes: Extents) -> int:
     """The columns of D. Raises ValueError where the program cannot be computed in groups."""
     program_request.check_first(program)
+    if program.quantizes and sizes.work == RAGGED_N:
+        raise ValueError(
+            "epilogue: ops.quantize takes blocks of 128 columns of a row, and with groups of columns a block may lie "
+            "in two groups; accepted are groups of rows and of K"
+        )
     across = {RAGGED_K: None, RAGGED_N: "row"}.get(sizes.work, "column")
     for output in program.outputs:
         if across and (output.reduce or "").startswith(across):
@@ -209,8 +214,6 @@ def check_program(program: Program, sizes: Extents) -> int:
             raise ValueError("epilogue: with groups of columns, columns do not belong together by two")
         if columns % 2:
             raise ValueError(f"b: got {columns} columns; this epilogue needs an even number of them")
-    if program.quantizes and sizes.work == RAGGED_N:
-        raise ValueError("epilogue: with groups of columns, columns of a block of ops.quantize do not belong together")
     if program.gating and sizes.work == RAGGED_K:
         raise ValueError("epilogue: gate and up are columns of weights, and a ragged K has none; compute them apart")
     return columns // 2 if program.gating else columns

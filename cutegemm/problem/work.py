@@ -19,8 +19,8 @@ SMALL_SHARE = 32
 SKEW = 2
 """What such a share counts for: of rows drawn uniformly few groups have more than twice the mean; not measured."""
 LARGE_SHARE = 54
-"""Rows (or columns) a group from which the cost model counts tiles beyond those that the rows fill. A doubled share is
-less, or unequal sizes would count twice."""
+"""Rows (or columns) a group from which the cost model counts tiles beyond those that the rows fill. A share that
+`evened` doubled stays below this number, so that unequal sizes are not counted a second time."""
 _AXES = {"a": "mk", "b": "kn", "c": "mn", "d": "mn"}
 
 
@@ -72,7 +72,8 @@ class Work:
     def evened(self, m: int, n: int, k: int, batch: int, skewed: bool = True) -> tuple[int, int, int, int]:
         """(m, n, k, batch) of the dense work that the cost model judges by: every product has its share of the ragged
         extent, of which at most so many products have any. skewed: sizes are so in practice, and a small share of rows
-        or columns counts twice, or a tile that fits it would be too small for many groups and read their weights often.
+        or columns counts twice (up to `LARGE_SHARE`), or a tile that fits it would be too small for many groups and
+        read their weights often.
         """
         if self.ragged is None:
             return m, n, k, batch

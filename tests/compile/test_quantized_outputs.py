@@ -6,7 +6,7 @@ import pytest
 
 from cutegemm import backend as backends
 from cutegemm.hardware.arch import get as arch
-from cutegemm.problem import Problem
+from cutegemm.problem import Problem, scaling
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.program.quantized import quantizing
 from cutegemm.problem.program.text import parse
@@ -20,6 +20,20 @@ PAIRS = (
     "minimum(gate + x1, 7.0); return t0 * sigmoid(1.702 * t0) * (minimum(maximum(up + x2, -7.0), 7.0) + 1.0) * x0"
 )
 INSTRUCTION = {"e4m3": "F2FP.SATFINITE.E4M3", "e5m2": "F2FP.SATFINITE.E5M2", "int8": "F2I.S8"}
+
+
+@pytest.mark.parametrize("text", [PLAIN, GATED, PAIRS], ids=["plain", "gated", "pairs"])
+@pytest.mark.parametrize("work", ["dense", "ragged_m"])
+def test_nothing_spills_behind_scales_of_blocks(text, work):
+    """The tile that layers of 8 bits take."""
+    program = quantizing(parse(text), "bf16", "e4m3")
+    whole = scaling.of_blocks("e4m3", "e4m3", work, program)
+    problem = Problem.of(
+        8192, 5632, 2048, "e4m3", batch=1 if work == "dense" else 8, out_dtype="e4m3",
+        epilogue=Epilogue(custom=whole), work=work,
+    )  # fmt: skip
+    kernel = CUTE.build(problem.signature, CUTE.parse("sm90/128x256x128/coop2/c1x2/s4/serp16/zig/pdl/half"), H200)
+    assert sass.spilled(kernel.cubin) == 0
 
 
 @pytest.mark.parametrize("config", ["128x128x64/coop2/c2x1/s4", "128x256x64/coop2/c1x2/s4", "64x256x64/pp/c1x1/s4"])

@@ -72,8 +72,12 @@ def test_a_mixture_whose_hidden_layer_its_product_quantizes(monkeypatch, form):
     """Again by C++, compiled, and in a graph with other tokens; two calls differ by the rounding of few numbers."""
     torch.manual_seed(9)
     layer, x = _layer(form), torch.randn(700, 512, device="cuda", dtype=BF16)
+    by_itself: list[Any] = []
+    real = quantized_mixing.quantize
+    monkeypatch.setattr(quantized_mixing, "quantize", lambda *given: by_itself.append(given) or real(*given))
     with torch.no_grad():
         y = layer(x)
+        assert by_itself == []
         assert torch.equal(layer(x), y)
         compiled = torch.compile(layer, fullgraph=True)(x)  # whose router rounds otherwise
         assert float((compiled - y).float().norm() / y.float().norm()) < 0.01
@@ -87,6 +91,7 @@ def test_a_mixture_whose_hidden_layer_its_product_quantizes(monkeypatch, form):
         monkeypatch.setattr(quantized_mixing, "FUSED_ROWS", 1 << 40)
         monkeypatch.setattr("cutegemm.native.mixture", None)
         apart, fused = layer(x).float(), captured.float()
+        assert len(by_itself) == 1
     assert float((apart - fused).norm() / apart.norm()) < 1e-3
 
 

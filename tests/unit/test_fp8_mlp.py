@@ -290,6 +290,18 @@ def test_a_hidden_layer_that_its_product_quantizes(monkeypatch, activation, dtyp
         torch.testing.assert_close(compiled(x), y, rtol=0, atol=0)
 
 
+def test_a_second_call_traces_nothing(monkeypatch):
+    monkeypatch.setattr("cutegemm.quantized_mlp._quantizes", lambda device, backend: True)
+    found, torch_layer = spied(monkeypatch), HuggingFace()
+    weights = [each.weight for each in (torch_layer.gate_proj, torch_layer.up_proj, torch_layer.down_proj)]
+    layer, x = Fp8SwiGLU.from_weights(*weights, scaling="blocks"), torch.randn(300, IN).to(BF16)
+    with torch.no_grad():
+        y = layer(x)
+        monkeypatch.setattr("cutegemm.problem.program.trace.simplified", None)
+        torch.testing.assert_close(layer(x), y, rtol=0, atol=0)
+    assert found == [True, True]
+
+
 def test_what_keeps_a_product_from_quantizing(monkeypatch):
     monkeypatch.setattr("cutegemm.quantized_mlp._quantizes", lambda device, backend: True)
     found, torch_layer = spied(monkeypatch), HuggingFace()
@@ -319,6 +331,19 @@ def test_what_keeps_a_product_from_quantizing(monkeypatch):
         blocks(x.clone().requires_grad_())
     with pytest.raises(ValueError, match="expected"):
         blocks(x[:, :64])
+    biased = torch.nn.Linear(HIDDEN, OUT, dtype=BF16)
+    for options in ({}, {"activation": "relu"}):
+        blocks.down = Fp8Linear.from_linear(biased, scaling="blocks", **options)
+        assert not runs(blocks)
+    blocks.down = Fp8Linear.from_linear(torch_layer.down_proj, scaling="blocks")
+    assert runs(blocks)
+    blocks.down = Fp8Linear.from_linear(torch_layer.down_proj, "e5m2", scaling="blocks")
+    assert not runs(blocks)
+    blocks = Fp8SwiGLU.from_weights(*weights, scaling="blocks")
+    blocks.gate_up = Fp8Linear.from_linear(torch.nn.Linear(IN, HIDDEN, False, dtype=BF16), scaling="blocks")
+    assert not runs(blocks)
+    odd = [torch.randn(HIDDEN, 120), torch.randn(HIDDEN, 120), torch.randn(OUT, HIDDEN)]
+    assert not runs(Fp8SwiGLU.from_weights(*odd, scaling="blocks"), x[:, :120])
     narrow = HuggingFace(hidden=192)
     weights = [each.weight for each in (narrow.gate_proj, narrow.up_proj, narrow.down_proj)]
     assert not runs(Fp8SwiGLU.from_weights(*weights, scaling="blocks"))

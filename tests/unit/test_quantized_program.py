@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -53,9 +54,9 @@ def test_numbers_that_are_none():
 def test_the_text_says_the_program():
     program = trace(lambda acc: ops.quantize(ops.silu(acc), "e4m3"), ())
     assert program.text == (
-        "def epilogue(acc) -> (e4m3, fp32): t0 = silu(acc); t1 = block_scale_e4m3(t0); return per_scale(t0, t1), "
+        "def epilogue(acc) -> (e4m3, None): t0 = silu(acc); t1 = block_scale_e4m3(t0); return per_scale(t0, t1), "
         "row_blocks(t1)"
-    ).replace("(e4m3, fp32)", "(e4m3, None)")
+    )
     assert text.parse(program.text) == program
     with pytest.raises(ValueError, match="row_blocks takes block_scale_e4m3"):
         text.parse("def epilogue(acc): return acc, row_blocks(acc)")
@@ -121,24 +122,50 @@ def test_which_configurations_give_it():
     assert "64 columns of results" in str(why("sm90/128x64x64/coop2/c1x1/s4/serp8/pdl"))
     assert "64 columns of results" in str(why("sm90/128x128x64/coop2/c1x1/s4/serp8/pdl", gated))
     assert "no swap" in str(why("sm90/128x128x64/coop2/c1x1/s4/serp8/swap/pdl"))
-    assert "without matrix operands or parts of K" in str(why("sm90/128x128x64/coop2/c1x1/s4/row/k2"))
-    assert "sm90 has" in str(why("sm80/128x128x32/w64x64/s3/g4"))
+    assert "without parts of K" in str(why("sm90/128x128x64/coop2/c1x1/s4/row/k2"))
+    assert "only sm90 has kernels for ops.quantize" in str(why("sm80/128x128x32/w64x64/s3/g4"))
+
+
+def test_programs_that_no_kernel_gives():
+    assert quantized.why_other(quantized.quantizing(trace(lambda acc: acc, ()), "bf16", "e4m3")) is None
     more = trace(lambda acc: (*ops.quantize(acc, "e4m3"), ops.row_sum(acc)), ())
-    resolved = quantized.quantizing(trace(lambda acc: acc, ()), "bf16", "e4m3")
-    assert quantized.why_other(resolved) is None
     assert "no others" in str(quantized.why_other(more))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns", "operand", "said"),
+    [
+        (torch.bfloat16, 136, None, "ops.quantize needs rows of D of 16-byte multiples"),
+        (torch.bfloat16, 128, torch.zeros(4, 128), "ops.quantize beside the matrix operand x0"),
+        (torch.float32, 128, None, "only sm90 has kernels for ops.quantize"),
+    ],
+)  # fmt: skip
+def test_a_call_that_no_kernel_serves_says_why(dtype, columns, operand, said):
+    a, b = torch.ones(4, 64, dtype=dtype), torch.ones(columns, 64, dtype=dtype).t()
+
+    def epilogue(acc, *more):
+        return ops.quantize(acc + more[0] if more else acc, "e4m3")
+
+    operands = () if operand is None else (operand,)
+    with pytest.raises(UnsupportedError, match=re.escape(said)):
+        cutegemm.gemm(a, b, epilogue=epilogue, operands=operands, backend="cute", precision="ieee")
 
 
 def test_what_is_refused():
     a, b = torch.randn(4, 8), torch.randn(8, 6)
     with pytest.raises(EpilogueError, match=r"quantize: dtype torch[.]float16, accepted are e4m3, e5m2, int8"):
         cutegemm.gemm(a, b, epilogue=lambda acc: ops.quantize(acc, torch.float16))
-    with pytest.raises(EpilogueError, match=r"what ops[.]quantize gives as scales is a result of its own"):
+    with pytest.raises(EpilogueError, match=r"the scales of ops[.]quantize are a result of its own"):
         cutegemm.gemm(a, b, epilogue=lambda acc: (q := ops.quantize(acc, torch.int8), q[1] * 2)[1])
     with pytest.raises(ValueError, match=r"ops[.]quantize have no gradient"):
         cutegemm.gemm(a.requires_grad_(), b, epilogue=lambda acc: ops.quantize(acc, torch.int8))
     ends = torch.tensor([2, 6], dtype=torch.int32)
-    with pytest.raises(ValueError, match="columns"):
-        cutegemm.grouped_gemm(torch.randn(2, 4, 8), b, ends, epilogue=lambda acc: ops.quantize(acc, torch.int8)[0])
+    for place in (slice(None), slice(1)):
+        with pytest.raises(ValueError, match=r"ops[.]quantize takes blocks of 128 columns of a row"):
+            cutegemm.grouped_gemm(
+                torch.randn(2, 4, 8), b, ends, epilogue=lambda acc, place=place: ops.quantize(acc, torch.int8)[place]
+            )
+    with pytest.raises(EpilogueError, match=r"quantize: x has shape \(5,\), accepted are"):
+        ops.quantize(torch.ones(5), torch.int8)
     with pytest.raises(UnsupportedError, match=r"need 16 bytes|16-byte aligned"):
         cutegemm.gemm(a.detach().half(), b.half(), epilogue=lambda acc: ops.quantize(acc, torch.int8), backend="cute")

@@ -82,7 +82,7 @@ FITTED_ROWS: Mapping[int, tuple[str, ...]] = {
 (docs/grouped_measured.md#tiles-that-fit-a-group)."""
 FITTED_PAIRS = ("sm90/192x128x64/pp/c2x1/s5/serp8/swap/zig/fit/pdl",)
 """Compared for groups of `PAIRED_ROWS` rows, rounded up to a power of two, with one result of gate and up in pairs. On
-an H200 it took 0.96 and 0.91 of the time of what was chosen for gpt-oss, with 476 rows a group 1.01 of it
+an H200 it took 0.96 and 0.91 of the time of what was chosen for gpt-oss with 119 and 238 rows, and 1.01 with 476
 (docs/grouped_measured.md#tiles-that-fit-a-group)."""
 PAIRED_ROWS = (128, 256)
 STREAMED_ROWS, LARGE_TILE = 256, 128 * 224

@@ -33,7 +33,7 @@ from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS, LaunchedConfig, wor
 from cutegemm.hardware.arch import Arch
 from cutegemm.hardware.residency import resident_clusters
 from cutegemm.problem import ITEMSIZE, Problem, Signature
-from cutegemm.problem.program.graph import ROW_BLOCKS, Input
+from cutegemm.problem.program.graph import Input
 from cutegemm.problem.work import DENSE
 
 WARPGROUP = 128
@@ -230,7 +230,7 @@ class HopperConfig(LaunchedConfig):
         spilled nothing (tests/compile/test_program_outputs.py), but for some swapped tiles of more than 128 columns,
         where `choice.spills` takes a lighter one.
         """
-        matrices, reductions = self.matrices(signature), self.pieced(signature)
+        matrices, reductions = self.matrices(signature), signature.epilogue.pieced
         aligns = {"c": signature.align_c, **signature.epilogue.matrices}
         left = len(matrices) - len(self._ahead(signature))
         staged = left == 0 or (left == 1 and self.staged_matrix(signature) is not None)
@@ -266,12 +266,8 @@ class HopperConfig(LaunchedConfig):
         """Whether a program of gate and up in pairs needs no neighbouring results in a thread, which has none: matrix
         operands, reduced results and `partner` do.
         """
-        asks = self.matrices(signature) or self.pieced(signature)
+        asks = self.matrices(signature) or signature.epilogue.pieced
         return not (asks or signature.epilogue.program.uses("partner"))
-
-    def pieced(self, signature: Signature) -> list[tuple[int, str]]:
-        """The reduced results of the epilogue, without scales of blocks, whose registers hold nothing across boxes."""
-        return [each for each in signature.epilogue.reductions if each[1] != ROW_BLOCKS]
 
     def matrices(self, signature: Signature) -> list[Input]:
         """The matrix operands of the epilogue."""

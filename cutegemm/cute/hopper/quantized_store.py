@@ -33,8 +33,8 @@ class QuantizedEpilogue(PlainTmaEpilogue):
         super().__init__(config, signature)
         found = quantized.read(signature.epilogue.program)
         assert found is not None
-        self.program, self.format, self.number = found.program, NAMED[found.dtype], found.scales
-        self.many = WORKS[signature.work].matrices("d", 2) > 1
+        self.program, self.format, self.scales_output = found.program, NAMED[found.dtype], found.scales
+        self.several_matrices = WORKS[signature.work].matrices("d", 2) > 1
 
     def _stage(self, accumulators, corner, i, part, buffer) -> None:
         count = 4 // self.neighbours  # of each row four results at a time, which share a reciprocal (`cute.lowering`)
@@ -65,12 +65,12 @@ class QuantizedEpilogue(PlainTmaEpilogue):
         if left >= self.columns:
             for place in cutlass.range_constexpr(kept.shape[1]):
                 for q in cutlass.range_constexpr(8):
-                    self._take(largest, self._row(q), _size(kept[q, place]))
+                    self._take(largest, self._row(q), _magnitude(kept[q, place]))
         else:
             for place in cutlass.range_constexpr(kept.shape[1]):
                 for q in cutlass.range_constexpr(8):
                     there = left > self._column(place, q)
-                    self._take(largest, self._row(q), either(there, _size(kept[q, place]), Float32(0)))
+                    self._take(largest, self._row(q), either(there, _magnitude(kept[q, place]), Float32(0)))
         return largest
 
     def _take(self, largest, row: int, size) -> None:
@@ -92,11 +92,11 @@ class QuantizedEpilogue(PlainTmaEpilogue):
         return value
 
     def _put_scales(self, scales, corner) -> None:
-        if self.number is None:
+        if self.scales_output is None:
             return
         blocks = cute.ceil_div(self.region.n, SCALED)
-        start = getattr(self.args, f"y{self.number}")
-        if self.many:
+        start = getattr(self.args, f"y{self.scales_output}")
+        if self.several_matrices:
             start = start + Int64(self.region.matrix) * (Int64(self.args.m) * blocks)
         row = self.own_corner(corner)[0]
         for r in range(2):
@@ -109,6 +109,6 @@ class QuantizedEpilogue(PlainTmaEpilogue):
             cute.make_tensor(place, cute.make_layout(1))[0] = value
 
 
-def _size(x: Any) -> Any:
-    """|x|."""
+def _magnitude(x: Any) -> Any:
+    """|x|, of one number; `cute.math.abs` is of vectors."""
     return cute.arch.inline_ptx("abs.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])

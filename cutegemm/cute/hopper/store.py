@@ -285,7 +285,7 @@ class TmaEpilogue:
         return results
 
     def _finished(self, accumulators, corner, i, part, first, count, address):
-        """The same in fp32, for each result of the program.
+        """Results of `count` blocks of 8 columns before rounding, in fp32: a vector for each result of the program.
 
         `corner`: (row, column) of D where the buffer's box begins. `address`: where this lane's matrix row of a staged
         operand stands, and where that of the result will stand.

@@ -78,16 +78,20 @@ def _program(config: HopperConfig, signature: Signature) -> str | None:
 
 
 def _quantized(config: HopperConfig, signature: Signature) -> str | None:
-    """Of results that are quantized with scales of blocks."""
+    """Of results that are quantized with scales of blocks: first what no configuration changes."""
     columns = config.out_columns(signature)
     if why := quantized.why_other(signature.epilogue.program):
         return why
+    if matrices := config.matrices(signature):
+        return f"ops.quantize beside the matrix operand {matrices[0].name}; accepted are operands of rows and columns"
+    if signature.align_d < 16 or not grouping.stores_boxes(signature.work):
+        return f"ops.quantize needs rows of D of 16-byte multiples, stored by TMA; D is aligned to {signature.align_d}"
     if config.swapped:
         return "with swapped operands the columns of a block lie in several warps; accepted is no swap"
     if columns % SCALED:
         return f"a tile has {columns} columns of results; accepted are multiples of {SCALED}, the columns of a block"
-    if config.matrices(signature) or not config.uses_tma_store(signature):
-        return "quantized results go through TMA, in 16-byte aligned rows and without matrix operands or parts of K"
+    if not config.uses_tma_store(signature):
+        return "quantized results go through TMA, without parts of K and with fewer accumulators a thread"
     return None
 
 

@@ -14,7 +14,7 @@ struct Mixture {
   std::optional<Quantization> of_tokens;  // where it has results for all slots, its launches take row_of
   std::vector<Launch> spreading;  // one at most, which takes x or its values, row_of and the copies
   ProgramLaunch hidden;           // of x or the copies, and what else `multiply` gives it
-  std::optional<Quantization> of_hidden;
+  std::optional<Quantization> of_hidden;  // none where the first product quantizes
   ProgramLaunch result;           // of the hidden rows, likewise
   std::vector<Launch> adding;     // they take these rows, row_of and the sums
   at::ScalarType dtype = at::ScalarType::Undefined;  // of values

@@ -17,7 +17,7 @@ from torch import Tensor
 from cutegemm.problem.dtypes import output_name
 from cutegemm.problem.program import interval
 from cutegemm.problem.program.evaluate import Place, apply, evaluate
-from cutegemm.problem.program.graph import BLOCK_SCALES, BOOL, F32, PACKERS, Node, Program
+from cutegemm.problem.program.graph import BLOCK_SCALE_OPS, BOOL, F32, PACKERS, Node, Program
 from cutegemm.problem.program.interval import DEVICE, Choice, Interval
 from cutegemm.problem.reference import Verdict
 
@@ -116,8 +116,8 @@ def _applied(node: Node, kind: str, args: list[_Known], place: Place) -> _Known:
         return interval.cast(intervals[0], str(node.attribute))
     if op == "partner":
         return intervals[0].each(place.exchanged)
-    if op in BLOCK_SCALES:
-        return interval.block_scale(intervals[0], BLOCK_SCALES[op], place.block_scale)
+    if op in BLOCK_SCALE_OPS:
+        return interval.block_scale(intervals[0], BLOCK_SCALE_OPS[op], place.block_scale)
     if op in PACKERS:  # bits, which no interval holds
         return interval.around(torch.zeros_like(intervals[0].lo + intervals[1].lo), torch.tensor(math.inf))
     if not intervals:  # indices, constants, random numbers: exact

@@ -9,13 +9,13 @@ import numpy as np
 
 from cutegemm.problem.dtypes import TABLE
 from cutegemm.problem.program.graph import (
-    BLOCK_SCALES,
+    BLOCK_SCALE_OPS,
     BOOL,
     F32,
     GATINGS,
     I32,
     OPS,
-    REDUCTIONS,
+    REDUCED,
     ROW_BLOCKS,
     Input,
     Node,
@@ -133,10 +133,10 @@ class Builder:
                 raise ValueError(f"an output is fp32, got {TYPE_NAMES[self.types[output.node]]}")
             if output.dtype is not None and output.dtype not in TABLE:
                 raise ValueError(f"an output's dtype {output.dtype!r}, accepted are {', '.join(TABLE)}")
-            if output.reduce not in (None, *REDUCTIONS, ROW_BLOCKS):
-                raise ValueError(f"reduction {output.reduce!r}, accepted are {', '.join((*REDUCTIONS, ROW_BLOCKS))}")
-            if output.reduce == ROW_BLOCKS and self.nodes[output.node].op not in BLOCK_SCALES:
-                raise ValueError(f"{ROW_BLOCKS} takes {', '.join(BLOCK_SCALES)}, got {self.nodes[output.node].op}")
+            if output.reduce not in (None, *REDUCED):
+                raise ValueError(f"reduction {output.reduce!r}, accepted are {', '.join(REDUCED)}")
+            if output.reduce == ROW_BLOCKS and self.nodes[output.node].op not in BLOCK_SCALE_OPS:
+                raise ValueError(f"{ROW_BLOCKS} takes {', '.join(BLOCK_SCALE_OPS)}, got {self.nodes[output.node].op}")
             self._walk(output.node, order)
         if gating is not None and gating not in GATINGS:
             raise ValueError(f"gating {gating!r}, accepted are {', '.join(GATINGS)}")

@@ -12,7 +12,17 @@ from torch import Tensor
 from cutegemm.problem import quantization, rounding
 from cutegemm.problem.extents import is_one
 from cutegemm.problem.program import random
-from cutegemm.problem.program.graph import BLOCK_SCALES, I32, PACKERS, ROW_BLOCKS, SCALED, Input, Node, Output, Program
+from cutegemm.problem.program.graph import (
+    BLOCK_SCALE_OPS,
+    I32,
+    PACKERS,
+    ROW_BLOCKS,
+    SCALED,
+    Input,
+    Node,
+    Output,
+    Program,
+)
 from cutegemm.problem.reference import activate
 
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
@@ -143,7 +153,7 @@ class Place:
         return quantization.expanded(scale, self.shape)
 
     def result(self, x: Tensor, output: Output) -> Tensor:
-        """As the caller sees it: (M, N), or (M, 1) or (1, N) of what is to be reduced, with the batch if acc has it."""
+        """As the caller sees it: (M, N), or as `Output.extents` says of a reduced one; with the batch if acc has it."""
         x = x.expand(self.count, *output.extents(self.m, self.n))
         return x if self.batched else x[0]
 
@@ -167,7 +177,8 @@ def evaluate(
             reduction without one, to this one else.
 
     Returns:
-        (M, N) for a matrix, (M, 1) for what is reduced over a row, (1, N) over a column; with a batch if acc has it.
+        (M, N) for a matrix, (M, 1) for what is reduced over a row, (1, N) over a column, (M, ceil(N / 128)) for scales
+        of blocks; with a batch if acc has it.
 
     Raises ValueError for tensors that do not fit the program.
     """
@@ -217,8 +228,8 @@ def apply(node: Node, args: Sequence[Tensor], place: Place, dtype: torch.dtype) 
         return place.exchanged(args[0])
     if op == "random":
         return random.uniform(*args).to(dtype)
-    if op in BLOCK_SCALES:
-        return place.block_scale(args[0], BLOCK_SCALES[op]).to(dtype)
+    if op in BLOCK_SCALE_OPS:
+        return place.block_scale(args[0], BLOCK_SCALE_OPS[op]).to(dtype)
     if op == "per_scale":
         return args[0] * (1 / args[1])
     if op in PACKERS:

@@ -29,10 +29,11 @@ class Op(NamedTuple):
 PACKED = ("bf16", "fp16")
 """Dtypes of which two numbers can be packed into one of fp32's size."""
 PACKERS = tuple(f"packed_{dtype}" for dtype in PACKED)
-BLOCK_SCALES = {f"block_scale_{dtype}": dtype for dtype in ("e4m3", "e5m2", "int8")}
+BLOCK_SCALE_OPS = {f"block_scale_{dtype}": dtype for dtype in ("e4m3", "e5m2", "int8")}
 """The operations that give the scale of a value's block, and the dtype that the scale is for: what `quantization` gives
 the `SCALED` columns of a row of D that make up the block."""
 SCALED = 128
+"""Columns of D that share a scale where it is quantized: `quantization.BLOCK`, which imports torch."""
 _FLOAT1 = (
     "neg", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "reciprocal", "tanh", "sigmoid", "erf", "abs", "relu", "gelu",
     "gelu_tanh", "silu",
@@ -68,7 +69,7 @@ _ROWS: dict[str, Op] = {
     # The bits of two numbers rounded to 16 bits, the first in the lower half. Derived programs alone have these.
     **{name: Op((F32, F32), F32) for name in PACKERS},
     # Of the block of a row of D that the element lies in; and a value times the reciprocal of a scale, rounded twice.
-    **{name: Op((F32,), F32) for name in BLOCK_SCALES},
+    **{name: Op((F32,), F32) for name in BLOCK_SCALE_OPS},
     "per_scale": Op((F32, F32), F32),
 }
 OPS: Mapping[str, Op] = MappingProxyType(_ROWS)
@@ -78,6 +79,8 @@ REDUCTIONS = ("row_sum", "row_max", "row_max_abs", "column_sum", "column_max", "
 """What an output may be reduced by. Over a row: D has one number for each row."""
 ROW_BLOCKS = "row_blocks"
 """The other way to reduce: of `block_scale_...` alone, one number for each block."""
+REDUCED = (*REDUCTIONS, ROW_BLOCKS)
+"""All ways to reduce."""
 GATINGS = ("halves", "pairs")
 """How the columns of a gated product belong together: j and N / 2 + j, or 2j and 2j + 1."""
 
@@ -214,4 +217,4 @@ class Program:
     @cached_property
     def quantizes(self) -> bool:
         """Whether results are quantized with scales of blocks."""
-        return any(node.op in BLOCK_SCALES for node in self.nodes)
+        return any(node.op in BLOCK_SCALE_OPS for node in self.nodes)

@@ -287,7 +287,7 @@ def cast(x: Interval, dtype: str) -> Interval:
 
 def block_scale(x: Interval, dtype: str, scale_of: Callable[[Tensor, str], Tensor]) -> Interval:
     """The scale of the block of each element, which rises with its largest magnitude; scale_of: from magnitudes. A NaN
-    is left out, but for int8, whose scale it then is.
+    does not count, except for int8, where the scale is then NaN.
     """
     size = unary("abs", x)
     least = torch.where(x.nan | ~x.real, 0.0, size.lo)

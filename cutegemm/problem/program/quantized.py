@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from cutegemm.problem.program.build import Builder
-from cutegemm.problem.program.graph import BLOCK_SCALES, ROW_BLOCKS, Output, Program
+from cutegemm.problem.program.graph import BLOCK_SCALE_OPS, ROW_BLOCKS, Output, Program
 from cutegemm.problem.program.simplify import simplified
 
 
@@ -29,12 +29,12 @@ def read(program: Program) -> Quantized | None:
         return None
     value, scale = root.args
     found = program.nodes[scale]
-    if found.args != (value,) or BLOCK_SCALES.get(found.op) != first.dtype:
+    if found.args != (value,) or BLOCK_SCALE_OPS.get(found.op) != first.dtype:
         return None
     if any((each.node, each.reduce) != (scale, ROW_BLOCKS) for each in rest):
         return None
     nodes = program.nodes[: value + 1]
-    if any(node.op in BLOCK_SCALES for node in nodes):
+    if any(node.op in BLOCK_SCALE_OPS for node in nodes):
         return None
     own = Program(program.inputs, nodes, (Output(value),), program.gating)
     return Quantized(own, str(first.dtype), 1 if rest else None)

@@ -18,7 +18,7 @@ import ast
 
 from cutegemm.problem.dtypes import TABLE
 from cutegemm.problem.program.build import TYPE_NAMES, Builder
-from cutegemm.problem.program.graph import F32, GATINGS, I32, OPS, REDUCTIONS, ROW_BLOCKS, Input, Output, Program
+from cutegemm.problem.program.graph import F32, GATINGS, I32, OPS, REDUCED, Input, Output, Program
 from cutegemm.problem.program.writing import (
     BINARY,
     COMPARE,
@@ -116,7 +116,7 @@ class _Reader:
 
     def output(self, result: ast.expr, dtype: str | None) -> Output:
         name = _called(result)
-        if name not in (*REDUCTIONS, ROW_BLOCKS):
+        if name not in REDUCED:
             return Output(self.expression(result), dtype)
         (arg,) = self.arguments(result, name, 1)
         return Output(arg, dtype, name)
@@ -159,7 +159,7 @@ class _Reader:
             return self.builder.add("cast", *self.arguments(node, name, 1), attribute=name)
         if name in _CALLED:
             return self.builder.add(name, *self.arguments(node, name, len(OPS[name].takes)))
-        if name in (*REDUCTIONS, ROW_BLOCKS):
+        if name in REDUCED:
             raise ValueError(f"{name} is a result, and no part of an expression")
         if name:
             raise ValueError(f"the function {name!r} is not known")

@@ -243,11 +243,10 @@ class Reduction:
         self.value, self.kind, self.dtype = value, kind, dtype
 
     def _no_value(self, *args: Any) -> NoReturn:
-        what = "what ops.quantize gives as scales" if self.kind == ROW_BLOCKS else f"ops.{self.kind}(...)"
-        fail(
-            f"{what} is a result of its own, known after the whole row or column: return it as it is, "
-            "behind a matrix, and compute with it in the epilogue of the next product"
-        )
+        what = f"ops.{self.kind}(...) is a result of its own, known after the whole row or column"
+        if self.kind == ROW_BLOCKS:
+            what = "the scales of ops.quantize are a result of its own, known after 128 columns"
+        fail(f"{what}: return it as it is, behind a matrix, and compute with it in the epilogue of the next product")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _no_value
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __matmul__ = __rmatmul__ = __rpow__ = _no_value

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.modules import module as modules
 
 from cutegemm import ops, replacing
 from cutegemm.gemm import gemm
@@ -12,7 +13,7 @@ from cutegemm.hardware.arch import Arch
 from cutegemm.layer_operator import GATES as BY_NAME
 from cutegemm.layer_operator import backend_of
 from cutegemm.linear import as_rows
-from cutegemm.problem.quantization import ACCEPTED_INPUTS, BLOCK, INPUTS
+from cutegemm.problem.quantization import ACCEPTED_INPUTS, BLOCK, FORMATS, INPUTS
 from cutegemm.pytorch import autocast
 from cutegemm.pytorch.mlp import GATES, check_activation, check_weights
 from cutegemm.quantize import quantize
@@ -37,8 +38,8 @@ class Fp8SwiGLU(replacing.Translating):
 
     With scales of blocks the first product of `FUSED_ROWS` rows and more gives the hidden layer in 8 bits, with its
     scales (`ops.quantize`), where a kernel does so: on GPUs of compute capability 9.0, with in_features that 16 divides
-    and hidden_features that 128 divides. Forward hooks on the two layers keep it from doing so. (Hooks of all modules
-    do not, and do not see the two layers then.)
+    and hidden_features that 128 divides. Forward hooks keep it from doing so, and sizes that may change under
+    torch.compile.
 
     Args:
         in_features, hidden_features, out_features, device, activation: as in `SwiGLU`.
@@ -95,14 +96,16 @@ class Fp8SwiGLU(replacing.Translating):
         """Whether the first product quantizes the hidden layer; what is wrong with a call the layers say."""
         first, second = self.gate_up, self.down
         return (
-            first.settings.scaling[0] == second.settings.scaling[0] == "blocks"
-            and input.numel() >= FUSED_ROWS * first.in_features
-            and type(first) is type(second) is Fp8Linear
-            and first.settings.dtype == second.settings.dtype
+            type(first) is type(second) is Fp8Linear
+            and first.settings.scaling[0] == second.settings.scaling[0] == "blocks"
+            and _certainly(input.numel() >= FUSED_ROWS * first.in_features)
             and first.settings.activation in BY_NAME
             and second.settings.activation is None
             and second.bias is None
+            and first.weight.dtype in FORMATS
+            and second.weight.dtype in FORMATS
             and not any(replacing.is_altered(each) or each.input_scale is not None for each in (first, second))
+            and not (modules._global_forward_hooks or modules._global_forward_pre_hooks)
             and type(input) is torch.Tensor
             and input.dim() > 0
             and input.shape[-1] == first.in_features
@@ -117,14 +120,16 @@ class Fp8SwiGLU(replacing.Translating):
 
     def _fused(self, input: torch.Tensor) -> torch.Tensor:
         """By two products, the first of which quantizes."""
-        first, second, to, dtype = self.gate_up, self.down, input.dtype, self.gate_up.settings.dtype
+        first, second, to, dtype = self.gate_up, self.down, input.dtype, self.down.weight.dtype
+        replacing.check_input(input, first.weight)
         gate = BY_NAME[str(first.settings.activation)]
 
         def hidden(acc: Any) -> Any:  # it captures no tensor, or every call would trace it
             return ops.quantize(ops.cast(gate(acc), to), dtype)
 
         with torch.no_grad():
-            values, scale = quantize(as_rows(input), dtype, "blocks", backend=backend_of(first.settings.backend))
+            by = backend_of(first.settings.backend)
+            values, scale = quantize(as_rows(input), first.weight.dtype, "blocks", backend=by)
             values, scale = _product(first, values, scale, epilogue=hidden)
             d = _product(second, values, scale, out_dtype=to)
         return d.view(*input.shape[:-1], d.shape[-1])
@@ -173,6 +178,15 @@ def _product(layer: Fp8Linear, values: torch.Tensor, scale: torch.Tensor, **opti
     of_weight = layer.weight_scale.t() if layer.weight_scale.dim() else layer.weight_scale
     how = layer.settings.how._asdict()
     return gemm(values, layer.weight.t(), scale_a=scale, scale_b=of_weight, **how, **options)
+
+
+def _certainly(holds: Any) -> bool:
+    """Whether a condition on sizes holds; False under torch.compile where sizes may change: no guard is set on it."""
+    if torch.compiler.is_dynamo_compiling():
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        return statically_known_true(holds)
+    return bool(holds)
 
 
 def _quantizes(device: torch.device, backend: str) -> bool:

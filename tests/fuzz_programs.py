@@ -57,9 +57,10 @@ def draw(number: int, device: str) -> tuple[Any, torch.Tensor, torch.Tensor, lis
     """(program, a, b, operands, precision) of a number."""
     r = random.Random(number)
     program = programs.program(number)
-    if r.random() < 0.1 and all(each.varies != "mn" for each in program.inputs):
+    own = random.Random(-1 - number)
+    if own.random() < 0.1 and all(each.varies != "mn" for each in program.inputs):
         alone = pruned(replace(program, outputs=(program.outputs[0]._replace(dtype=None),)))[0]
-        program = quantizing(alone, r.choice(("bf16", "fp32")), r.choice(tuple(BLOCK_SCALE_OPS.values())))
+        program = quantizing(alone, own.choice(("bf16", "fp32")), own.choice(tuple(BLOCK_SCALE_OPS.values())))
     big = 1 if device == "cpu" else 3
     # Where all sizes are even and round, TMA can load and store, which the Hopper kernels need.
     sizes = (16, 32, 48, 64, 80, 128, 144, 208) if r.random() < 0.7 else SIZES

@@ -29,7 +29,7 @@ import torch
 from cutegemm.problem.dtypes import torch_dtype
 from cutegemm.problem.grouped_request import Extents
 from cutegemm.problem.program.build import Builder
-from cutegemm.problem.program.graph import SCALED, Input, Program
+from cutegemm.problem.program.graph import ROW_BLOCKS, SCALED, Input, Program
 from cutegemm.problem.program.simplify import simplified
 from cutegemm.problem.work import MASKED, RAGGED_K, RAGGED_N, ROWS
 from cutegemm.pytorch.sharded import Rule
@@ -111,6 +111,7 @@ class Rules:
 
         crossing = "column" if axis == "row" else "row"
         kinds = [each.reduce or "" for each in self.program.outputs]
+        kinds = ["" if each == ROW_BLOCKS else each for each in kinds]  # scales lie along both axes, as D does
         return [
             Partial("max" if "max" in kind else "sum") if kind.startswith(crossing) else Shard(dim) for kind in kinds
         ]

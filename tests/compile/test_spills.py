@@ -18,8 +18,8 @@ from tests.fuzz_programs import draw
 
 PAIRS = [
     (5, "simt/64x128x16/w32x64/s3/g8/r3", 32),
-    (28, "sm90/128x256x32/coop2/c1x1/s3/serp8/pdl", 8),
-    (87, "sm90/256x192x64/coop2/c1x1/s3/serp8/pdl", 72),
+    (28, "sm90/128x256x32/coop2/c1x1/s3/serp8/pdl", 32),
+    (87, "sm90/256x192x64/coop2/c1x1/s3/serp8/pdl", 8),
 ]
 """Seed of a program with its operands, a configuration, and the bytes that a thread of that kernel spills."""
 

@@ -290,6 +290,45 @@ def test_a_hidden_layer_that_its_product_quantizes(monkeypatch, activation, dtyp
         torch.testing.assert_close(compiled(x), y, rtol=0, atol=0)
 
 
+def test_layers_of_two_dtypes(monkeypatch):
+    """Each quantizes its input to the dtype of its weight, which may not be that which the layer was made with."""
+    monkeypatch.setattr("cutegemm.quantized_mlp._quantizes", lambda device, backend: True)
+    found, torch_layer = spied(monkeypatch), HuggingFace()
+    weights = [each.weight for each in (torch_layer.gate_proj, torch_layer.up_proj, torch_layer.down_proj)]
+    layer, x = Fp8SwiGLU.from_weights(*weights, scaling="blocks"), torch.randn(300, IN).to(BF16)
+    layer.down.weight = layer.down.weight.float().to(torch.float8_e5m2)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), by_hand(layer, x, "blocks", ops.swiglu), rtol=0, atol=0)
+    assert found == [True]
+
+
+def test_a_graph_of_any_number_of_rows(monkeypatch):
+    monkeypatch.setattr("cutegemm.quantized_mlp._quantizes", lambda device, backend: True)
+    found, torch_layer = spied(monkeypatch), HuggingFace()
+    weights = [each.weight for each in (torch_layer.gate_proj, torch_layer.up_proj, torch_layer.down_proj)]
+    layer, graphs = Fp8SwiGLU.from_weights(*weights, scaling="blocks"), []
+
+    def counted(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend=counted, dynamic=True)
+    with torch.no_grad():
+        for rows in (20, 255, 256, 400):
+            x = torch.randn(rows, IN).to(BF16)
+            want = layer.down(layer.gate_up(x))
+            torch.testing.assert_close(compiled(x), want, rtol=0, atol=0)
+    assert len(graphs) == 1
+    torch._dynamo.reset()
+    x = torch.randn(300, IN).to(BF16)
+    torch._dynamo.mark_dynamic(x, 0, min=2, max=1024)
+    with torch.no_grad():
+        torch.compile(layer, fullgraph=True, backend="eager")(x)
+        assert layer(x).shape == (300, OUT)
+    assert found == [True]
+
+
 def test_a_second_call_traces_nothing(monkeypatch):
     monkeypatch.setattr("cutegemm.quantized_mlp._quantizes", lambda device, backend: True)
     found, torch_layer = spied(monkeypatch), HuggingFace()
@@ -337,8 +376,13 @@ def test_what_keeps_a_product_from_quantizing(monkeypatch):
         assert not runs(blocks)
     blocks.down = Fp8Linear.from_linear(torch_layer.down_proj, scaling="blocks")
     assert runs(blocks)
-    blocks.down = Fp8Linear.from_linear(torch_layer.down_proj, "e5m2", scaling="blocks")
+    blocks.down = torch.nn.Sequential(blocks.down)
     assert not runs(blocks)
+    blocks.down = blocks.down[0]
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *given: None)
+    assert not runs(blocks)
+    handle.remove()
+    assert runs(blocks)
     blocks = Fp8SwiGLU.from_weights(*weights, scaling="blocks")
     blocks.gate_up = Fp8Linear.from_linear(torch.nn.Linear(IN, HIDDEN, False, dtype=BF16), scaling="blocks")
     assert not runs(blocks)

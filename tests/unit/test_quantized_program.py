@@ -79,6 +79,17 @@ def test_what_kernels_read_of_it():
     assert all(quantized.read(trace(each, ())) is None for each in others)
 
 
+def test_a_scale_of_ones_own_is_no_block():
+    """A program that a text alone can say: kernels refuse it, and it records no gradient."""
+    program = text.parse("def epilogue(acc) -> fp32: return per_scale(acc, 2.0)")
+    a, b = torch.ones(4, 64).half(), torch.ones(64, 128).half()
+    assert torch.equal(cutegemm.gemm(a, b, epilogue=program, backend="torch"), torch.full((4, 128), 32.0))
+    with pytest.raises(UnsupportedError, match=r"the two results of ops[.]quantize"):
+        cutegemm.gemm(a, b, epilogue=program, backend="cute")
+    with pytest.raises(ValueError, match="have no gradient"):
+        cutegemm.gemm(a.requires_grad_(), b, epilogue=program)
+
+
 def test_a_program_that_rounds_first():
     program = trace(lambda acc, x: acc * x, (Input("x0", "fp32", n=True),))
     made = quantized.quantizing(program, "bf16", "e4m3")

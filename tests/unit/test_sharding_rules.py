@@ -96,6 +96,23 @@ def test_every_rule_of_a_program_gives_the_whole(name, m, n, k, batches, varies,
     assert any(each.is_partial() for each in kinds) == (linear and k >= ranks)
 
 
+@pytest.mark.parametrize("gating", [None, "pairs"])
+@pytest.mark.parametrize(("columns", "ranks"), [(512, 2), (384, 3), (300, 2)])
+def test_quantized_results_are_sharded_by_whole_blocks(gating, columns, ranks):
+    generator = torch.Generator().manual_seed(3)
+    a, b = powers(generator, 6, 5), powers(generator, 5, columns * (2 if gating else 1))
+    program = cutegemm.trace_epilogue(lambda acc: ops.quantize(ops.reglu_pairs(acc) if gating else acc, "int8"))
+    want = cutegemm.gemm(a, b, epilogue=program)
+    found = of_product(program, {"a": a, "b": b}, [], Settings(ranks, False, True), (6, columns))
+    for rule in found:
+        parts = [shares(each, place, ranks) for each, place in zip((a, b), rule.given, strict=True)]
+        results = [cutegemm.gemm(*own, epilogue=program) for own in zip(*parts, strict=True)]
+        for number, placement in enumerate(rule.gives):
+            assert torch.equal(combined(placement, [each[number] for each in results]), want[number]), rule
+    assert any(rule.gives[0].is_shard(0) and rule.gives[1].is_shard(0) for rule in found)
+    assert any(rule.gives[0].is_shard(1) and rule.gives[1].is_shard(1) for rule in found) == (columns != 300)
+
+
 def test_partial_sums_are_not_made_in_8_bits():
     a, b = torch.ones(4, 8), torch.ones(8, 4)
     program = cutegemm.trace_epilogue(lambda acc: acc * 0.5)

@@ -217,4 +217,4 @@ class Program:
     @cached_property
     def quantizes(self) -> bool:
         """Whether results are quantized with scales of blocks."""
-        return any(node.op in BLOCK_SCALE_OPS for node in self.nodes)
+        return any(node.op in BLOCK_SCALE_OPS or node.op == "per_scale" for node in self.nodes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +26,9 @@ FUSED_ROWS = 256
 a product and `quantize`, with 64 and 128 rows 1.12 to 1.85 of it, since the fastest tiles of so few rows have operands
 swapped (docs/fp8.md#a-hidden-layer-that-its-product-quantizes).
 """
+FUSED_WORK = 10**10
+"""The least rows times features times hidden features: kernels of so much work take longer than Python needs to launch
+them. C++ launches the two layers by themselves, in less of the host's time."""
 
 
 class Fp8SwiGLU(replacing.Translating):
@@ -36,10 +41,10 @@ class Fp8SwiGLU(replacing.Translating):
     models, which it quantizes, and the same weights in 8 bits with their scales under a name that `Fp8Linear` takes.
     Fixed scales of inputs are not taken.
 
-    With scales of blocks the first product of `FUSED_ROWS` rows and more gives the hidden layer in 8 bits, with its
-    scales (`ops.quantize`), where a kernel does so: on GPUs of compute capability 9.0, with in_features that 16 divides
-    and hidden_features that 128 divides. Forward hooks keep it from doing so, and sizes that may change under
-    torch.compile.
+    With scales of blocks the first product of `FUSED_ROWS` rows and `FUSED_WORK`, or more, gives the hidden layer in 8
+    bits, with its scales (`ops.quantize`), where a kernel does so: on GPUs of compute capability 9.0, with in_features
+    that 16 divides and hidden_features that 128 divides. Forward hooks keep it from doing so, and sizes that may change
+    under torch.compile.
 
     Args:
         in_features, hidden_features, out_features, device, activation: as in `SwiGLU`.
@@ -99,6 +104,7 @@ class Fp8SwiGLU(replacing.Translating):
             type(first) is type(second) is Fp8Linear
             and first.settings.scaling[0] == second.settings.scaling[0] == "blocks"
             and _certainly(input.numel() >= FUSED_ROWS * first.in_features)
+            and _certainly(input.numel() * second.in_features >= FUSED_WORK)
             and first.settings.activation in BY_NAME
             and second.settings.activation is None
             and second.bias is None
@@ -120,18 +126,15 @@ class Fp8SwiGLU(replacing.Translating):
 
     def _fused(self, input: torch.Tensor) -> torch.Tensor:
         """By two products, the first of which quantizes."""
-        first, second, to, dtype = self.gate_up, self.down, input.dtype, self.down.weight.dtype
+        first, second = self.gate_up, self.down
         replacing.check_input(input, first.weight)
-        gate = BY_NAME[str(first.settings.activation)]
-
-        def hidden(acc: Any) -> Any:  # it captures no tensor, or every call would trace it
-            return ops.quantize(ops.cast(gate(acc), to), dtype)
-
+        epilogue_of = _epilogue if torch.compiler.is_dynamo_compiling() else _remembered
+        hidden = epilogue_of(str(first.settings.activation), input.dtype, second.weight.dtype)
         with torch.no_grad():
             by = backend_of(first.settings.backend)
             values, scale = quantize(as_rows(input), first.weight.dtype, "blocks", backend=by)
             values, scale = _product(first, values, scale, epilogue=hidden)
-            d = _product(second, values, scale, out_dtype=to)
+            d = _product(second, values, scale, out_dtype=input.dtype)
         return d.view(*input.shape[:-1], d.shape[-1])
 
     @classmethod
@@ -171,6 +174,15 @@ class Fp8SwiGLU(replacing.Translating):
         ]  # fmt: skip
         made._take(*layers)
         return made
+
+
+def _epilogue(activation: str, to: torch.dtype, dtype: torch.dtype) -> Callable[[Any], Any]:
+    """The epilogue that gates, rounds to a dtype and quantizes. It captures no tensor: then it is traced once."""
+    gate = BY_NAME[activation]
+    return lambda acc: ops.quantize(ops.cast(gate(acc), to), dtype)
+
+
+_remembered = functools.lru_cache(maxsize=64)(_epilogue)
 
 
 def _product(layer: Fp8Linear, values: torch.Tensor, scale: torch.Tensor, **options: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cutegemm
-from cutegemm import nn, ops, quantized_mixing
+from cutegemm import nn, ops, quantized_mixing, quantized_mlp
 from tests.quantized_results import E4M3, E5M2, compared, identity, scaled, swiglu, swiglu_pairs
 
 PLAIN, GATED = "sm90/128x128x64/coop2/c1x1/s3/serp8/pdl", "sm90/128x256x64/coop2/c1x1/s3/serp8/pdl"
@@ -143,7 +143,8 @@ def test_a_mixture(monkeypatch, form):
     assert float(found.float().norm()) > 10
 
 
-def test_a_gated_mlp():
+def test_a_gated_mlp(monkeypatch):
+    monkeypatch.setattr(quantized_mlp, "FUSED_WORK", 1)
     torch.manual_seed(8)
     weights = (torch.randn(*shape).bfloat16() / 8 for shape in ((128, 64), (128, 64), (48, 128)))
     layer = nn.Fp8SwiGLU.from_weights(*weights, scaling="blocks", backend="cute")

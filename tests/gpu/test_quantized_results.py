@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cutegemm
-from cutegemm import nn, ops, quantized_mixing
+from cutegemm import nn, ops, quantized_mixing, quantized_mlp
 from tests.quantized_results import E4M3, E5M2, compared, identity, swiglu, swiglu_pairs
 
 pytestmark = pytest.mark.gpu
@@ -95,7 +95,8 @@ def test_a_mixture_whose_hidden_layer_its_product_quantizes(monkeypatch, form):
     assert float((apart - fused).norm() / apart.norm()) < 1e-3
 
 
-def test_a_gated_mlp():
+def test_a_gated_mlp(monkeypatch):
+    monkeypatch.setattr(quantized_mlp, "FUSED_WORK", 1)
     torch.manual_seed(10)
     weights = [
         torch.randn(*shape, device="cuda", dtype=BF16).mul_(0.05) for shape in ((384, 512), (384, 512), (512, 384))

@@ -275,6 +275,7 @@ def spied(monkeypatch: Any) -> list[bool]:
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
 def test_a_hidden_layer_that_its_product_quantizes(monkeypatch, activation, dtype):
     monkeypatch.setattr("cutegemm.quantized_mlp._quantizes", lambda device, backend: True)
+    monkeypatch.setattr("cutegemm.quantized_mlp.FUSED_WORK", 1)
     found, torch_layer = spied(monkeypatch), HuggingFace(activation)
     weights = [each.weight for each in (torch_layer.gate_proj, torch_layer.up_proj, torch_layer.down_proj)]
     layer = Fp8SwiGLU.from_weights(*weights, activation=activation, scaling="blocks")
@@ -293,6 +294,7 @@ def test_a_hidden_layer_that_its_product_quantizes(monkeypatch, activation, dtyp
 def test_layers_of_two_dtypes(monkeypatch):
     """Each quantizes its input to the dtype of its weight, which may not be that which the layer was made with."""
     monkeypatch.setattr("cutegemm.quantized_mlp._quantizes", lambda device, backend: True)
+    monkeypatch.setattr("cutegemm.quantized_mlp.FUSED_WORK", 1)
     found, torch_layer = spied(monkeypatch), HuggingFace()
     weights = [each.weight for each in (torch_layer.gate_proj, torch_layer.up_proj, torch_layer.down_proj)]
     layer, x = Fp8SwiGLU.from_weights(*weights, scaling="blocks"), torch.randn(300, IN).to(BF16)
@@ -304,6 +306,7 @@ def test_layers_of_two_dtypes(monkeypatch):
 
 def test_a_graph_of_any_number_of_rows(monkeypatch):
     monkeypatch.setattr("cutegemm.quantized_mlp._quantizes", lambda device, backend: True)
+    monkeypatch.setattr("cutegemm.quantized_mlp.FUSED_WORK", 1)
     found, torch_layer = spied(monkeypatch), HuggingFace()
     weights = [each.weight for each in (torch_layer.gate_proj, torch_layer.up_proj, torch_layer.down_proj)]
     layer, graphs = Fp8SwiGLU.from_weights(*weights, scaling="blocks"), []
@@ -331,6 +334,7 @@ def test_a_graph_of_any_number_of_rows(monkeypatch):
 
 def test_a_second_call_traces_nothing(monkeypatch):
     monkeypatch.setattr("cutegemm.quantized_mlp._quantizes", lambda device, backend: True)
+    monkeypatch.setattr("cutegemm.quantized_mlp.FUSED_WORK", 1)
     found, torch_layer = spied(monkeypatch), HuggingFace()
     weights = [each.weight for each in (torch_layer.gate_proj, torch_layer.up_proj, torch_layer.down_proj)]
     layer, x = Fp8SwiGLU.from_weights(*weights, scaling="blocks"), torch.randn(300, IN).to(BF16)
@@ -343,6 +347,7 @@ def test_a_second_call_traces_nothing(monkeypatch):
 
 def test_what_keeps_a_product_from_quantizing(monkeypatch):
     monkeypatch.setattr("cutegemm.quantized_mlp._quantizes", lambda device, backend: True)
+    monkeypatch.setattr("cutegemm.quantized_mlp.FUSED_WORK", 1)
     found, torch_layer = spied(monkeypatch), HuggingFace()
     weights = [each.weight for each in (torch_layer.gate_proj, torch_layer.up_proj, torch_layer.down_proj)]
     x = torch.randn(300, IN).to(BF16)
@@ -355,6 +360,9 @@ def test_what_keeps_a_product_from_quantizing(monkeypatch):
 
     blocks = Fp8SwiGLU.from_weights(*weights, scaling="blocks")
     assert runs(blocks)
+    monkeypatch.setattr("cutegemm.quantized_mlp.FUSED_WORK", x.numel() * HIDDEN + 1)
+    assert not runs(blocks)
+    monkeypatch.setattr("cutegemm.quantized_mlp.FUSED_WORK", x.numel() * HIDDEN)
     assert not runs(Fp8SwiGLU.from_weights(*weights))
     assert runs(Fp8SwiGLU.from_weights(*weights, scaling=("blocks", "rows")))
     assert not runs(Fp8SwiGLU.from_weights(*weights, scaling=("rows", "blocks")))

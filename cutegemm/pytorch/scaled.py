@@ -167,8 +167,9 @@ def compute_eager(
     epilogue: Any, operands: Sequence[Any], save: Any, scale_a: Any, scale_b: Any, scales: Any,
 ) -> Any:  # fmt: skip
     """The same, with no regard to tracing."""
-    plain = epilogue is None and c is None and out is None
-    key = _key(a, b, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, scales) if plain else None
+    meant = None if epilogue is None else programs.meant_by(epilogue)
+    plain = c is None and out is None and (epilogue is None or (meant is not None and len(operands) == 0))
+    key = _key(a, b, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, scales, meant) if plain else None
     found = None if key is None else _remembered.get(key)
     terms = tuple([each for each in (bias, scale_a, scale_b) if each is not None])
     if found is None:
@@ -178,7 +179,8 @@ def compute_eager(
         program, given, out_dtype = arguments(
             a, b, c, alpha, beta, bias, activation, out, out_dtype, epilogue, operands, scale_a, scale_b, scales
         )
-        if key is not None and len(given) == len(terms):  # scales of empty matrices are left out
+        # Scales of empty matrices are left out, and gate and up have halves of them.
+        if key is not None and len(given) == len(terms) and all(x is y for x, y in zip(given, terms, strict=True)):
             _remembered.put(key, (program, out_dtype))
     else:
         (program, out_dtype), given = found, terms
@@ -229,16 +231,16 @@ def _share(operand: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 def _key(
     a: Any, b: Any, alpha: Any, beta: Any, bias: Any, activation: Any, out_dtype: Any, scale_a: Any, scale_b: Any,
-    scales: Any,
+    scales: Any, meant: Any,
 ) -> Any:  # fmt: skip
-    """All that the program of act(acc + bias) with scales depends on, but for what `programs.compute` asks each time:
-    strides, layouts, addresses, autocast. None where there are other terms, where a tensor requires grad or is of a
-    subclass, and where something cannot be hashed.
+    """All that the program of act(acc + bias), or of an epilogue that means `meant`, with scales depends on, but for
+    what `programs.compute` asks each time: strides, layouts, addresses, autocast. None where there are other terms,
+    where a tensor requires grad or is of a subclass, and where something cannot be hashed.
     """
     if alpha.__class__ not in _NUMBERS or beta.__class__ not in _NUMBERS or alpha != 1 or beta != 0:
         return None
     records = _is_grad_enabled()
-    found = [activation, out_dtype, scales]
+    found = [activation, out_dtype, scales, meant]
     try:
         for tensor in (a, b, bias, scale_a, scale_b):
             if tensor is None:

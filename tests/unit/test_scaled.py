@@ -16,7 +16,7 @@ from cutegemm.hardware import arch
 from cutegemm.problem import Problem, reference, request, scales, text
 from cutegemm.problem.program.text import parse
 from cutegemm.problem.rounding import rounded
-from cutegemm.pytorch import compiled, program_operator
+from cutegemm.pytorch import compiled, program_operator, scaled
 from tests.scaled import check
 
 M, N, K = 300, 200, 500
@@ -444,3 +444,24 @@ def test_kernels_refuse_sums_of_int8_that_int32_may_not_hold():
     assert cute.supports(Problem.of(64, 64, 131056, "int8", out_dtype="fp32"), gpu) is None
     assert cute.supports(Problem.of(64, 64, k, "int8"), gpu) is None
     assert "accepted is K up to 131071" in cute.supports(Problem.of(64, 64, k, "int8", out_dtype="fp32"), gpu)
+
+
+def test_a_repeated_call_with_an_epilogue_remembers_its_program(monkeypatch):
+    """The program follows what the function reads, and scales of other kinds."""
+    a, b = torch.ones(4, 256).to(torch.float8_e4m3fn), torch.ones(8, 256).to(torch.float8_e4m3fn).t()
+    size, of_a, of_b = [2.0], torch.full((4, 1), 0.5), torch.full((), 3.0)
+
+    def call(scale_a=of_a):
+        factor = size[0]
+        return cutegemm.gemm(a, b, scale_a=scale_a, scale_b=of_b, epilogue=lambda acc: acc * factor, backend="torch")
+
+    for _ in range(2):  # what the function means is known from the second call on
+        assert torch.equal(call(), torch.full((4, 8), 768.0).bfloat16())
+    asked, real = [], scaled.arguments
+    monkeypatch.setattr(scaled, "arguments", lambda *given, **named: asked.append(given) or real(*given, **named))
+    assert torch.equal(call(), torch.full((4, 8), 768.0).bfloat16())
+    assert asked == []
+    size[0] = 4.0
+    assert torch.equal(call(), torch.full((4, 8), 1536.0).bfloat16())
+    assert torch.equal(call(torch.full((), 0.25)), torch.full((4, 8), 768.0).bfloat16())
+    assert len(asked) == 2

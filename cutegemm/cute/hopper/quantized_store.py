@@ -81,7 +81,7 @@ class QuantizedEpilogue(PlainTmaEpilogue):
         return q // self.neighbours % 2
 
     def _column(self, place: int, q: int) -> int:
-        """How many columns of D the q-th of eight values of a place lies behind the thread's first."""
+        """How many columns of D the q-th of the eight values number `place` lies behind the thread's first."""
         block = place * (4 // self.neighbours) + q // (2 * self.neighbours)
         return self.block * block + q % self.neighbours
 

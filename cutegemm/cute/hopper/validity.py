@@ -78,7 +78,7 @@ def _program(config: HopperConfig, signature: Signature) -> str | None:
 
 
 def _quantized(config: HopperConfig, signature: Signature) -> str | None:
-    """Of results that are quantized with scales of blocks: first what no configuration changes."""
+    """Why it gives no quantized results, None where it does. What no other configuration would change comes first."""
     columns = config.out_columns(signature)
     if why := quantized.why_other(signature.epilogue.program):
         return why

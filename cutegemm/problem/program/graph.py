@@ -33,7 +33,7 @@ BLOCK_SCALE_OPS = {f"block_scale_{dtype}": dtype for dtype in ("e4m3", "e5m2", "
 """The operations that give the scale of a value's block, and the dtype that the scale is for: what `quantization` gives
 the `SCALED` columns of a row of D that make up the block."""
 SCALED = 128
-"""Columns of D that share a scale where it is quantized: `quantization.BLOCK`, which imports torch."""
+"""Columns of D that share a scale where it is quantized: as `quantization.BLOCK`, of a module that imports torch."""
 _FLOAT1 = (
     "neg", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "reciprocal", "tanh", "sigmoid", "erf", "abs", "relu", "gelu",
     "gelu_tanh", "silu",

@@ -286,8 +286,9 @@ def cast(x: Interval, dtype: str) -> Interval:
 
 
 def block_scale(x: Interval, dtype: str, scale_of: Callable[[Tensor, str], Tensor]) -> Interval:
-    """The scale of the block of each element, which rises with its largest magnitude; scale_of: from magnitudes. A NaN
-    does not count, except for int8, where the scale is then NaN.
+    """The scale of the block of each element. It rises with the block's largest magnitude, so that the least and the
+    greatest magnitudes give its ends. scale_of(magnitudes, dtype): gives scales. A NaN does not count, except for int8,
+    where the scale is then NaN.
     """
     size = unary("abs", x)
     least = torch.where(x.nan | ~x.real, 0.0, size.lo)

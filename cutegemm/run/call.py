@@ -175,11 +175,16 @@ native.names = (None, *ACTIVATIONS), *(ACCEPTED[name] for name in How._fields)
 native.in_python |= {"plan": _plan_natively, "compute": _compute_natively}
 
 
-def keep_up() -> State | None:
-    """Forgets what was planned in another state. Returns the present one, None while a CUDA graph is captured: a plan
-    that is needed then cannot always be made again, and stays.
+def keep_up(own: PlanMemo | None = None) -> State | None:
+    """Forgets what was planned in another state, here and in a memo of the caller's own. Returns the present state,
+    None while a CUDA graph is captured: a plan that is needed then cannot always be made again, and stays.
     """
-    return None if is_capturing() else memo.keep_up()
+    if is_capturing():
+        return None
+    found = memo.keep_up()
+    if own is not None:
+        own.keep_up()
+    return found
 
 
 def is_capturing() -> bool:

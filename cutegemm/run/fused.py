@@ -133,8 +133,8 @@ def remembered(
 ) -> tuple[Callable[..., Results], Plan]:
     """Plans a checked call; its runner and plan are put into the memo, unless the key is None."""
     with _lock:
-        call.keep_up()
-        plan = Call.posed(asked, how).plan(memo.keep_up() if not call.is_capturing() else None)
+        state = call.keep_up(memo)
+        plan = Call.posed(asked, how).plan(state)
         run = runner_of(plan, asked)
         if key is not None:
             memo.put(key, run, plan)
@@ -361,8 +361,6 @@ def emulate(
 def plan_of(a: Any, b: Any, epilogue: Any, operands: Any, out: Any, out_dtype: Any, how: How) -> Plan:
     """The plan behind such a call: the one that is remembered while nothing that it depends on has changed."""
     key = key_of(a, b, epilogue, operands, out, out_dtype, how)
-    if not call.is_capturing():  # a plan that is needed then cannot always be made again
-        call.keep_up()
-        memo.keep_up()
+    call.keep_up(memo)
     plan = None if key is None else memo.plan(key)
     return plan or planned(key, a, b, epilogue, operands, out, out_dtype, how)[1]

@@ -287,8 +287,6 @@ def plan_of(
 ) -> Plan:  # fmt: skip
     """The plan behind such a call: the one that is remembered while nothing that it depends on has changed."""
     key = key_of(a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config)
-    if not call.is_capturing():  # a plan that is needed then cannot always be made again
-        call.keep_up()
-        memo.keep_up()
+    call.keep_up(memo)
     plan = None if key is None else memo.plan(key)
     return plan or planned(key, a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config)[1]

@@ -258,27 +258,30 @@ def test_a_gated_layer_alone(seed):
     assert torch.equal(layer(x), want.view(3, 5, HIDDEN))
 
 
-def spied(monkeypatch: Any) -> list[bool]:
-    """Whether the first product of each call from now on gave its results quantized."""
-    found: list[bool] = []
+@pytest.fixture
+def found(monkeypatch) -> list[bool]:
+    """Whether the first product of each call gave its results quantized, which is tried with every device and size."""
+    calls: list[bool] = []
     real = Fp8SwiGLU._fused
 
     def fused(self: Fp8SwiGLU, input: torch.Tensor) -> torch.Tensor:
-        found.append(True)
+        calls.append(True)
         return real(self, input)
 
     monkeypatch.setattr(Fp8SwiGLU, "_fused", fused)
-    return found
+    monkeypatch.setattr("cutegemm.quantized_mlp._quantizes", lambda device, backend: True)
+    monkeypatch.setattr("cutegemm.quantized_mlp.FUSED_WORK", 1)
+    return calls
+
+
+def weights_of(layer: HuggingFace) -> list[torch.Tensor]:
+    return [each.weight for each in (layer.gate_proj, layer.up_proj, layer.down_proj)]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
-def test_a_hidden_layer_that_its_product_quantizes(monkeypatch, activation, dtype):
-    monkeypatch.setattr("cutegemm.quantized_mlp._quantizes", lambda device, backend: True)
-    monkeypatch.setattr("cutegemm.quantized_mlp.FUSED_WORK", 1)
-    found, torch_layer = spied(monkeypatch), HuggingFace(activation)
-    weights = [each.weight for each in (torch_layer.gate_proj, torch_layer.up_proj, torch_layer.down_proj)]
-    layer = Fp8SwiGLU.from_weights(*weights, activation=activation, scaling="blocks")
+def test_a_hidden_layer_that_its_product_quantizes(found, activation, dtype):
+    layer = Fp8SwiGLU.from_weights(*weights_of(HuggingFace(activation)), activation=activation, scaling="blocks")
     x = torch.randn(2, 150, IN, generator=torch.Generator().manual_seed(5)).to(dtype)
     with torch.no_grad():
         y, few = layer(x), layer(x[:1])
@@ -291,25 +294,17 @@ def test_a_hidden_layer_that_its_product_quantizes(monkeypatch, activation, dtyp
         torch.testing.assert_close(compiled(x), y, rtol=0, atol=0)
 
 
-def test_layers_of_two_dtypes(monkeypatch):
+def test_layers_of_two_dtypes(found):
     """Each quantizes its input to the dtype of its weight, which may not be that which the layer was made with."""
-    monkeypatch.setattr("cutegemm.quantized_mlp._quantizes", lambda device, backend: True)
-    monkeypatch.setattr("cutegemm.quantized_mlp.FUSED_WORK", 1)
-    found, torch_layer = spied(monkeypatch), HuggingFace()
-    weights = [each.weight for each in (torch_layer.gate_proj, torch_layer.up_proj, torch_layer.down_proj)]
-    layer, x = Fp8SwiGLU.from_weights(*weights, scaling="blocks"), torch.randn(300, IN).to(BF16)
+    layer, x = Fp8SwiGLU.from_weights(*weights_of(HuggingFace()), scaling="blocks"), torch.randn(300, IN).to(BF16)
     layer.down.weight = layer.down.weight.float().to(torch.float8_e5m2)
     with torch.no_grad():
         torch.testing.assert_close(layer(x), by_hand(layer, x, "blocks", ops.swiglu), rtol=0, atol=0)
     assert found == [True]
 
 
-def test_a_graph_of_any_number_of_rows(monkeypatch):
-    monkeypatch.setattr("cutegemm.quantized_mlp._quantizes", lambda device, backend: True)
-    monkeypatch.setattr("cutegemm.quantized_mlp.FUSED_WORK", 1)
-    found, torch_layer = spied(monkeypatch), HuggingFace()
-    weights = [each.weight for each in (torch_layer.gate_proj, torch_layer.up_proj, torch_layer.down_proj)]
-    layer, graphs = Fp8SwiGLU.from_weights(*weights, scaling="blocks"), []
+def test_a_graph_of_any_number_of_rows(found):
+    layer, graphs = Fp8SwiGLU.from_weights(*weights_of(HuggingFace()), scaling="blocks"), []
 
     def counted(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         graphs.append(graph)
@@ -332,12 +327,8 @@ def test_a_graph_of_any_number_of_rows(monkeypatch):
     assert found == [True]
 
 
-def test_a_second_call_traces_nothing(monkeypatch):
-    monkeypatch.setattr("cutegemm.quantized_mlp._quantizes", lambda device, backend: True)
-    monkeypatch.setattr("cutegemm.quantized_mlp.FUSED_WORK", 1)
-    found, torch_layer = spied(monkeypatch), HuggingFace()
-    weights = [each.weight for each in (torch_layer.gate_proj, torch_layer.up_proj, torch_layer.down_proj)]
-    layer, x = Fp8SwiGLU.from_weights(*weights, scaling="blocks"), torch.randn(300, IN).to(BF16)
+def test_a_second_call_traces_nothing(monkeypatch, found):
+    layer, x = Fp8SwiGLU.from_weights(*weights_of(HuggingFace()), scaling="blocks"), torch.randn(300, IN).to(BF16)
     with torch.no_grad():
         y = layer(x)
         monkeypatch.setattr("cutegemm.problem.program.trace.simplified", None)
@@ -345,11 +336,9 @@ def test_a_second_call_traces_nothing(monkeypatch):
     assert found == [True, True]
 
 
-def test_what_keeps_a_product_from_quantizing(monkeypatch):
-    monkeypatch.setattr("cutegemm.quantized_mlp._quantizes", lambda device, backend: True)
-    monkeypatch.setattr("cutegemm.quantized_mlp.FUSED_WORK", 1)
-    found, torch_layer = spied(monkeypatch), HuggingFace()
-    weights = [each.weight for each in (torch_layer.gate_proj, torch_layer.up_proj, torch_layer.down_proj)]
+def test_what_keeps_a_product_from_quantizing(monkeypatch, found):
+    torch_layer = HuggingFace()
+    weights = weights_of(torch_layer)
     x = torch.randn(300, IN).to(BF16)
 
     def runs(layer: Fp8SwiGLU, given: torch.Tensor = x) -> bool:
@@ -363,6 +352,8 @@ def test_what_keeps_a_product_from_quantizing(monkeypatch):
     monkeypatch.setattr("cutegemm.quantized_mlp.FUSED_WORK", x.numel() * HIDDEN + 1)
     assert not runs(blocks)
     monkeypatch.setattr("cutegemm.quantized_mlp.FUSED_WORK", x.numel() * HIDDEN)
+    assert runs(blocks)
+    monkeypatch.setattr("cutegemm.quantized_mlp.FUSED_WORK", 1)  # so that nothing below is refused for its size
     assert not runs(Fp8SwiGLU.from_weights(*weights))
     assert runs(Fp8SwiGLU.from_weights(*weights, scaling=("blocks", "rows")))
     assert not runs(Fp8SwiGLU.from_weights(*weights, scaling=("rows", "blocks")))
@@ -396,6 +387,4 @@ def test_what_keeps_a_product_from_quantizing(monkeypatch):
     assert not runs(blocks)
     odd = [torch.randn(HIDDEN, 120), torch.randn(HIDDEN, 120), torch.randn(OUT, HIDDEN)]
     assert not runs(Fp8SwiGLU.from_weights(*odd, scaling="blocks"), x[:, :120])
-    narrow = HuggingFace(hidden=192)
-    weights = [each.weight for each in (narrow.gate_proj, narrow.up_proj, narrow.down_proj)]
-    assert not runs(Fp8SwiGLU.from_weights(*weights, scaling="blocks"))
+    assert not runs(Fp8SwiGLU.from_weights(*weights_of(HuggingFace(hidden=192)), scaling="blocks"))

@@ -166,7 +166,7 @@ def test_what_is_refused():
     a, b = torch.randn(4, 8), torch.randn(8, 6)
     with pytest.raises(EpilogueError, match=r"quantize: dtype torch[.]float16, accepted are e4m3, e5m2, int8"):
         cutegemm.gemm(a, b, epilogue=lambda acc: ops.quantize(acc, torch.float16))
-    with pytest.raises(EpilogueError, match=r"the scales of ops[.]quantize are a result of its own"):
+    with pytest.raises(EpilogueError, match=r"the scales of ops[.]quantize are a result of their own"):
         cutegemm.gemm(a, b, epilogue=lambda acc: (q := ops.quantize(acc, torch.int8), q[1] * 2)[1])
     with pytest.raises(ValueError, match=r"ops[.]quantize have no gradient"):
         cutegemm.gemm(a.requires_grad_(), b, epilogue=lambda acc: ops.quantize(acc, torch.int8))

@@ -245,7 +245,7 @@ class Reduction:
     def _no_value(self, *args: Any) -> NoReturn:
         what = f"ops.{self.kind}(...) is a result of its own, known after the whole row or column"
         if self.kind == ROW_BLOCKS:
-            what = "the scales of ops.quantize are a result of its own, known after 128 columns"
+            what = "the scales of ops.quantize are a result of their own, known after 128 columns"
         fail(f"{what}: return it as it is, behind a matrix, and compute with it in the epilogue of the next product")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _no_value

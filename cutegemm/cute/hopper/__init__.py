@@ -15,6 +15,7 @@
 What only some products need:
 
     ahead, ahead_plan                        matrix operands of the epilogue in the ring
+    quantized_store                          results in 8 bits, with a scale for each 128 columns of a row
     early, constant                          operands that are loaded before the kernel in front has ended
     promoted, promotion                      fp8, and fp32 from parts: partial sums that are added in fp32 registers
     block_scales, direct_scales              scales of blocks of K, through the ring or loaded by the consumers

@@ -6,7 +6,7 @@ layer costs a compiled graph more host time (docs/host.md). No gradients are rec
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -103,21 +103,25 @@ serve_natively(NAME, _compute, refuse_gradients(NAME))
 sharding.handle(NAME, _compute)  # of `quantize` and `gemm`, which have rules
 
 
-def _vmapped(
-    info: Any, in_dims: Any, x: Any, weight: Any, weight_scale: Any, input_scale: Any = None, bias: Any = None,
-    scaling: str = "rows", *others: Any, **named: Any,
-) -> tuple[torch.Tensor, int]:  # fmt: skip
-    if any(dim is not None for dim in in_dims[1:]):
-        raise NotImplementedError("quantized_linear: torch.vmap is supported over the input alone")
-    samples = x.movedim(in_dims[0], 0)
-    run = partial(torch.ops.cutegemm.quantized_linear.default, **named)
-    tensors = weight, weight_scale, input_scale, bias
-    if scaling == "tensor" and input_scale is None and len(samples):  # each sample has a scale of its own
-        return torch.stack([run(each, *tensors, scaling, *others) for each in samples]), 0
-    return run(samples, *tensors, scaling, *others), 0
+def vmapped_over_input(name: str) -> Callable[..., tuple[torch.Tensor, int]]:
+    """The rule for torch.vmap of the operator `name`, of which `scaling` is an argument: over its first one alone."""
+    operator = getattr(torch.ops.cutegemm, name).default
+    names = [each.name for each in operator._schema.arguments[1:]]
+
+    def vmapped(info: Any, in_dims: Any, x: Any, *others: Any, **named: Any) -> tuple[torch.Tensor, int]:
+        if any(dim is not None for dim in in_dims[1:]):
+            raise NotImplementedError(f"{name}: torch.vmap is supported over the input alone")
+        given = dict(zip(names, others, strict=False)) | named
+        samples = x.movedim(in_dims[0], 0)
+        # Each sample has a scale of its own.
+        if given.get("scaling") == "tensor" and given.get("input_scale") is None and len(samples):
+            return torch.stack([operator(each, **given) for each in samples]), 0
+        return operator(samples, **given), 0
+
+    return vmapped
 
 
-torch.library.register_vmap(f"cutegemm::{NAME}", _vmapped, lib=LIBRARY)
+torch.library.register_vmap(f"cutegemm::{NAME}", vmapped_over_input(NAME), lib=LIBRARY)
 
 
 @register_flop_formula(torch.ops.cutegemm.quantized_linear)

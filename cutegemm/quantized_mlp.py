@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.modules import module as modules
 
-from cutegemm import ops, replacing
-from cutegemm.gemm import gemm
-from cutegemm.hardware.arch import Arch
-from cutegemm.layer_operator import GATES as BY_NAME
-from cutegemm.layer_operator import backend_of
-from cutegemm.linear import as_rows
-from cutegemm.problem.quantization import ACCEPTED_INPUTS, BLOCK, FORMATS, INPUTS
+from cutegemm import native, replacing
+from cutegemm.mlp_operator import GATES as GATED
+from cutegemm.mlp_operator import composed
+from cutegemm.problem.quantization import ACCEPTED_INPUTS, BLOCK, INPUTS
 from cutegemm.pytorch import autocast
+from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.pytorch.mlp import GATES, check_activation, check_weights
-from cutegemm.quantize import quantize
+from cutegemm.pytorch.sharded import is_distributed
 from cutegemm.quantized_linear import SCALE_NAMES, Fp8Linear
-
-FUSED_ROWS = 256
-"""Rows from which on the first product quantizes the hidden layer. On an H200 it then took 0.78 to 0.97 of the time of
-a product and `quantize`, with 64 and 128 rows 1.12 to 1.85 of it, since the fastest tiles of so few rows have operands
-swapped (docs/fp8.md#a-hidden-layer-that-its-product-quantizes).
-"""
-FUSED_WORK = 10**10
-"""The least rows times features times hidden features: kernels of so much work take longer than Python needs to launch
-them. C++ launches the two layers by themselves, in less of the host's time."""
 
 
 class Fp8SwiGLU(replacing.Translating):
@@ -41,10 +28,11 @@ class Fp8SwiGLU(replacing.Translating):
     models, which it quantizes, and the same weights in 8 bits with their scales under a name that `Fp8Linear` takes.
     Fixed scales of inputs are not taken.
 
-    With scales of blocks the first product of `FUSED_ROWS` rows and `FUSED_WORK`, or more, gives the hidden layer in 8
-    bits, with its scales (`ops.quantize`), where a kernel does so: on GPUs of compute capability 9.0, with in_features
-    that 16 divides and hidden_features that 128 divides. Forward hooks keep it from doing so, and sizes that may change
-    under torch.compile.
+    It is computed as one: one call of the C++ part, and one operator under torch.compile. With scales of blocks the
+    first product of `mlp_operator.FUSED_ROWS` rows, or more, gives the hidden layer in 8 bits, with its scales
+    (`ops.quantize`), where a kernel does so: on GPUs of compute capability 9.0, with in_features that 16 divides and
+    hidden_features that 128 divides. Forward hooks of the two layers, or layers of another kind in their places, keep
+    them apart.
 
     Args:
         in_features, hidden_features, out_features, device, activation: as in `SwiGLU`.
@@ -94,48 +82,63 @@ class Fp8SwiGLU(replacing.Translating):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: (..., in_features), fp16, bf16 or fp32. Returns (..., out_features) of its dtype."""
-        result: torch.Tensor = self._fused(input) if self._fuses(input) else self.down(self.gate_up(input))
-        return result
+        asked = self._as_one()
+        compiling, tell = torch.compiler.is_dynamo_compiling(), False
+        if asked is not None and not compiling and (serves := native.quantized_mlp) is not None:
+            d: torch.Tensor | None = serves(input, *asked)
+            if d is not None and not (tell := d is NotImplemented):
+                return d
+        if asked is not None:
+            replacing.check_input(input, asked[0])
+        if asked is None or not self._is_plain(input):
+            apart: torch.Tensor = self.down(self.gate_up(input))  # which also say what is wrong with it
+            return apart
+        if compiling or is_beyond_autograd(input):
+            made: torch.Tensor = torch.ops.cutegemm.quantized_mlp(input, *asked)
+            return made
+        with torch.no_grad():
+            return composed(input, *asked, tell=tell)
 
-    def _fuses(self, input: torch.Tensor) -> bool:
-        """Whether the first product quantizes the hidden layer; what is wrong with a call the layers say."""
-        first, second = self.gate_up, self.down
+    def _as_one(self) -> tuple[Any, ...] | None:
+        """The arguments of the operator behind x; None where the two layers are not what they were made as."""
+        first, second = self._modules["gate_up"], self._modules["down"]
+        if type(first) is not Fp8Linear or type(second) is not Fp8Linear:
+            return None
+        one, other, of_first, of_second = first.settings, second.settings, first._buffers, second._buffers
+        if (
+            one.scaling[0] != other.scaling[0]
+            or one[3:] != other[3:]  # how the products are computed
+            or one.activation not in GATED
+            or other.activation is not None
+            or of_first.get("input_scale") is not None
+            or of_second.get("input_scale") is not None
+            or first._parameters.get("bias") is not None
+            or second._parameters.get("bias") is not None
+            or replacing.is_altered(first)
+            or replacing.is_altered(second)
+            or modules._global_forward_hooks
+            or modules._global_forward_pre_hooks
+        ):
+            return None
+        own = (
+            of_first.get("weight"),
+            of_first.get("weight_scale"),
+            of_second.get("weight"),
+            of_second.get("weight_scale"),
+        )
+        if any(each is None for each in own):
+            return None
+        return (*own, one.scaling[0], one.activation, *one.how)
+
+    def _is_plain(self, input: torch.Tensor) -> bool:
+        """Whether the layers would take this input as it is."""
         return (
-            type(first) is type(second) is Fp8Linear
-            and first.settings.scaling[0] == second.settings.scaling[0] == "blocks"
-            and _certainly(input.numel() >= FUSED_ROWS * first.in_features)
-            and _certainly(input.numel() * second.in_features >= FUSED_WORK)
-            and first.settings.activation in BY_NAME
-            and second.settings.activation is None
-            and second.bias is None
-            and first.weight.dtype in FORMATS
-            and second.weight.dtype in FORMATS
-            and not any(replacing.is_altered(each) or each.input_scale is not None for each in (first, second))
-            and not (modules._global_forward_hooks or modules._global_forward_pre_hooks)
-            and type(input) is torch.Tensor
-            and input.dim() > 0
-            and input.shape[-1] == first.in_features
+            input.dim() > 0
+            and input.shape[-1] == self.gate_up.in_features
             and input.dtype in INPUTS
             and not (input.requires_grad and torch.is_grad_enabled())
-            and not autocast.is_on(input.device.type)
-            # Other hidden features leave tiles without whole blocks of columns of gate and up.
-            and second.in_features % BLOCK == 0
-            and first.in_features % 16 == 0
-            and _quantizes(input.device, first.settings.backend)
+            and not (autocast.is_on(input.device.type) or is_distributed(input))
         )
-
-    def _fused(self, input: torch.Tensor) -> torch.Tensor:
-        """By two products, the first of which quantizes."""
-        first, second = self.gate_up, self.down
-        replacing.check_input(input, first.weight)
-        epilogue_of = _epilogue if torch.compiler.is_dynamo_compiling() else _remembered
-        hidden = epilogue_of(str(first.settings.activation), input.dtype, second.weight.dtype)
-        with torch.no_grad():
-            by = backend_of(first.settings.backend)
-            values, scale = quantize(as_rows(input), first.weight.dtype, "blocks", backend=by)
-            values, scale = _product(first, values, scale, epilogue=hidden)
-            d = _product(second, values, scale, out_dtype=input.dtype)
-        return d.view(*input.shape[:-1], d.shape[-1])
 
     @classmethod
     def from_weights(
@@ -174,41 +177,6 @@ class Fp8SwiGLU(replacing.Translating):
         ]  # fmt: skip
         made._take(*layers)
         return made
-
-
-def _epilogue(activation: str, to: torch.dtype, dtype: torch.dtype) -> Callable[[Any], Any]:
-    """The epilogue that gates, rounds to a dtype and quantizes. It captures no tensor: then it is traced once."""
-    gate = BY_NAME[activation]
-    return lambda acc: ops.quantize(ops.cast(gate(acc), to), dtype)
-
-
-_remembered = functools.lru_cache(maxsize=64)(_epilogue)
-
-
-def _product(layer: Fp8Linear, values: torch.Tensor, scale: torch.Tensor, **options: Any) -> Any:
-    """Quantized rows times the weight of a layer."""
-    of_weight = layer.weight_scale.t() if layer.weight_scale.dim() else layer.weight_scale
-    how = layer.settings.how._asdict()
-    return gemm(values, layer.weight.t(), scale_a=scale, scale_b=of_weight, **how, **options)
-
-
-def _certainly(holds: Any) -> bool:
-    """Whether a condition on sizes holds; False under torch.compile where sizes may change: no guard is set on it."""
-    if torch.compiler.is_dynamo_compiling():
-        from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-        return statically_known_true(holds)
-    return bool(holds)
-
-
-def _quantizes(device: torch.device, backend: str) -> bool:
-    """Whether kernels for this device quantize results; on the CPU only with backend="cute", in the emulator."""
-    if device.type != "cuda":
-        return backend == "cute"
-    return backend in ("auto", "cute") and Arch.of_device(device.index).capability == (9, 0)
-
-
-_quantizes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _linear(weight: torch.Tensor) -> torch.nn.Linear:

@@ -303,8 +303,8 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 def is_altered(module: torch.nn.Module) -> bool:
     """Whether somebody's hook, or somebody's own forward on the instance, would be lost with the module."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, name) for name in hooks) or "forward" in module.__dict__
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks) or "forward" in module.__dict__
 
 
 def has_values(weight: torch.Tensor) -> bool:

@@ -157,9 +157,7 @@ class TorchKernel(StandaloneKernel):
         of_a, of_b = self._block_scales(given, groups, m, n, k)
         z = torch.zeros(m, n)
         for group, (first, last) in enumerate(itertools.pairwise(ends)):
-            for block, part in enumerate(a[first:last].float().split(SCALE_K, 1)):
-                product = part @ b[group].float()[SCALE_K * block :][:SCALE_K]
-                z[first:last] += product * of_a[first:last, block, None] * of_b[group, block]
+            z[first:last] = _sums(a[first:last], b[group], of_a[first:last], of_b[group])
         if s.epilogue.custom is not None:
             program = s.epilogue.custom
             whole = [self._operand(each, given, groups if each.batched else 1, m, n) for each in program.inputs]
@@ -241,7 +239,8 @@ class TorchKernel(StandaloneKernel):
         b = _matrix(given["b"], dtype, batch, k, n, given["b_batch"], s.b_major == "n", given["ldb"])
         columns = n // 2 if s.epilogue.gating else n
         d = _matrix(given["d"], out_dtype, batch, m, columns, given["d_batch"], True, given["ldd"])
-        z = given["alpha"] * (a.float() @ b.float())
+        of_a, of_b = self._block_scales(given, batch, m, n, k)  # no batch has scales of blocks here
+        z = given["alpha"] * torch.stack([_sums(x, y, of_a, of_y) for x, y, of_y in zip(a, b, of_b, strict=True)])
         epilogue = s.epilogue
         if epilogue.custom is not None:
             operands = [self._operand(each, given, batch, m, n) for each in epilogue.custom.inputs]
@@ -285,6 +284,14 @@ def _matrix(
 ) -> torch.Tensor:
     strides = (stride, leading, 1) if row_major else (stride, 1, leading)
     return _at(address, dtype, (batch, rows, columns), strides)
+
+
+def _sums(a: torch.Tensor, b: torch.Tensor, of_a: torch.Tensor, of_b: torch.Tensor) -> torch.Tensor:
+    """A @ B in fp32, with scales of blocks of K: of A, (M, blocks), and of B, (blocks, N)."""
+    made = torch.zeros(len(a), b.shape[1])
+    for block, part in enumerate(a.float().split(SCALE_K, 1)):
+        made += part @ b.float()[SCALE_K * block :][:SCALE_K] * of_a[:, block, None] * of_b[block]
+    return made
 
 
 def _at(address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:

@@ -9,8 +9,8 @@ once (`tuning.host_stub`): all that the host does but for the driver's launch an
 descriptors. Python's way and the C++ part's stand beside each other. The column of torch is its CPU operator at 16^3,
 whose dispatch, allocation and bookkeeping are those of its CUDA operator, with a small product in place of cuBLAS's
 choice and launch; that of "K split" has the time of a large product instead, and says nothing. Backward passes run in
-the calling thread there. Beside `quantize` stands torch's conversion without scales, beside nn.Fp8Linear torch's layer
-in 16 bits, beside `moe` and nn.Fp8MoE what transformers 5 calls, eager, in 16 bits.
+the calling thread there. Beside `quantize` stands torch's conversion without scales, beside nn.Fp8Linear and
+nn.Fp8SwiGLU torch's layers in 16 bits, beside `moe` and nn.Fp8MoE what transformers 5 calls, eager, in 16 bits.
 
 `--choice` times, without a GPU, what the heuristic takes to choose for a problem that it has not met on the GPU that
 `--arch` names: random problems of `tuning.random_shapes.sizes`, the fastest of some rounds each, after one that worked
@@ -70,6 +70,7 @@ def candidates(
 
     stacked = torch.cat((weight, weight))
     gated = cutegemm.nn.SwiGLU(size, size, device=device, dtype=dtype)
+    gated_in_fp8 = cutegemm.nn.Fp8SwiGLU.from_weights(weight, weight, weight)
 
     def mlp(given: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = functional.linear(given, gate_up).chunk(2, -1)
@@ -133,6 +134,10 @@ def candidates(
             lambda: cutegemm.gemm(values, of_weight, scale_a=rows, scale_b=columns),
         ),
         "nn.Fp8Linear": (without_gradients(lambda: theirs(x)), without_gradients(lambda: quantized(x))),
+        "nn.Fp8SwiGLU": (
+            without_gradients(lambda: functional.linear(mlp(x, stacked), weight)),
+            without_gradients(lambda: gated_in_fp8(x)),
+        ),
         "mm, K split": (lambda: torch.mm(deep, other), lambda: cutegemm.gemm(deep, other)),
         "mm as an operator": (
             lambda: torch.ops.aten.mm.default(x, b),

@@ -131,7 +131,7 @@ def on_cpu(
             if module is not None:
                 module.leave_operators()
                 for name in ("gemm", "gemm_program", "scaled_gemm", "quantize", "quantize_given", "quantized_linear",
-                             "grouped_gemm", "moe"):  # fmt: skip
+                             "quantized_mlp", "grouped_gemm", "moe"):  # fmt: skip
                     getattr(torch.ops.cutegemm, name).default._dispatch_cache.clear()  # of keys that had a kernel
                 native.take_back()
             fused.memo.clear()

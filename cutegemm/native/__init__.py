@@ -1,11 +1,11 @@
 """Host code in C++ for repeated calls of plain CUDA tensors, and Python where it is not there; see docs/host.md.
 
-`gemm`, `linear`, `grouped_gemm`, `quantize`, `nn.Fp8Linear`, `moe` and `nn.Fp8MoE` ask the functions here first. They
-find a call's prepared launches by what the call looks like and enqueue them, or answer None: then Python computes, as
-it does for all that is new or unusual. The operators torch.ops.cutegemm.gemm, gemm_program, grouped_gemm, scaled_gemm,
-quantize, quantize_given, quantized_linear and moe are served in the same way. The extension is compiled against the
-torch that is installed, once, by a thread in the background that the first call of a kernel starts; no call waits for
-it.
+`gemm`, `linear`, `grouped_gemm`, `quantize`, `nn.SwiGLU`, `nn.Fp8Linear`, `nn.Fp8SwiGLU`, `moe` and `nn.Fp8MoE` ask
+the functions here first. They find a call's prepared launches by what the call looks like and enqueue them, or answer
+None: then Python computes, as it does for all that is new or unusual. The operators torch.ops.cutegemm.gemm,
+gemm_program, grouped_gemm, scaled_gemm, quantize, quantize_given, quantized_linear, quantized_mlp and moe are served in
+the same way. The extension is compiled against the torch that is installed, once, by a thread in the background that
+the first call of a kernel starts; no call waits for it.
 
 Python tells it what may be done in its place: `install` of a launch that was planned, `forget` when plans are dropped,
 `lend` of a workspace and `take_back`.
@@ -37,12 +37,20 @@ scaled: Callable[..., Any] | None = None
 quantized_linear: Callable[..., Any] | None = None
 """quantized_linear(x, weight, weight_scale, input_scale, bias, scaling, activation, *how) -> the two in a row, with new
 scales or the one given; None and NotImplemented as `program`. Both of its steps are told of by themselves."""
+gated_mlp: Callable[..., Any] | None = None
+"""gated_mlp(x, gate_up, down, number, *how) -> the result of `nn.SwiGLU`, whose gating is the program of that number,
+likewise. Both products are told of by themselves."""
+quantized_mlp: Callable[..., Any] | None = None
+"""quantized_mlp(x, gate_up, gate_up_scale, down, down_scale, scaling, activation, *how) -> the result of
+`nn.Fp8SwiGLU`, likewise."""
 mixture: Callable[..., Any] | None = None
 """mixture(x, experts, weights, w_gate_up, w_down, b_gate_up, b_down, s_gate_up, s_down, activation, precision, backend)
 -> the result of `moe`, and with scales of both weights of `nn.Fp8MoE`, likewise. activation: a name, or the number of
 what is computed (`gating.number_of`)."""
 
-FUNCTIONS = ("gemm", "linear", "program", "quantize", "scaled", "quantized_linear", "mixture")
+FUNCTIONS = (
+    "gemm", "linear", "program", "quantize", "scaled", "quantized_linear", "gated_mlp", "quantized_mlp", "mixture",
+)  # fmt: skip
 """The names above, which are None while no extension serves."""
 
 names: tuple[tuple[str | None, ...], ...] = ()
@@ -67,6 +75,7 @@ in_python: dict[str, Callable[..., Any]] = {}
     quantize_given(keys, tell, *arguments) -> values
         the operators of these names; keys: as above, or None below autograd. tell: whether to tell the launches
     quantized_linear(keys, tell, *arguments) -> D
+    quantized_mlp(keys, tell, *arguments) -> D
     moe(keys, tell, *arguments) -> D
     gemm_program(keys, tell, *arguments) -> a list
     grouped_gemm(keys, tell, *arguments) -> a list
@@ -86,6 +95,7 @@ HOOKS = (
     "gemm_program",
     "moe",
     "grouped_gemm",
+    "quantized_mlp",
 )
 """The order in which the extension is given them."""
 
@@ -235,6 +245,17 @@ def install_program(arguments: tuple[Any, ...], launch: tuple[Any, ...] | None) 
     """
     if _state.module is not None:
         _state.module.install_program(*arguments, launch)
+
+
+def install_quantized_mlp(arguments: tuple[Any, ...], how: tuple[Any, ...] | None) -> None:
+    """Remembers what launches the call `quantized_mlp(*arguments)`, and all like it.
+
+    how: how x is quantized, as in `install_quantize`; what `cutegemm.run.fused.launch_of` gives of the first product,
+        as in `install_scaled`; how its result is quantized, None where its second result are the scales; and what it
+        gives of the second product. None: Python computes it.
+    """
+    if _state.module is not None:
+        _state.module.install_quantized_mlp(*arguments, how)
 
 
 def install_mixture(arguments: tuple[Any, ...], how: tuple[Any, ...] | None) -> None:

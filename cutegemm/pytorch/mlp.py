@@ -89,14 +89,16 @@ class Settings(NamedTuple):
         return self.by_weight(self.by_weight(x, gate_up, epilogue=GATES[self.activation]), down)
 
 
+def known(x: Any, gate_up: Any, down: Any, settings: Settings) -> torch.Tensor | None:
+    """The MLP of x, of any dimensions, where it records nothing and the C++ part knows both products; else None."""
+    if (serves := native.gated_mlp) is None or (meant := programs.meant_by(GATES[settings.activation])) is None:
+        return None
+    found = serves(x, gate_up, down, programs.number_of(meant), *settings.how)
+    return found if isinstance(found, torch.Tensor) else None
+
+
 def gated_mlp(x: Any, gate_up: Any, down: Any, settings: Settings) -> torch.Tensor:
     """(M, out) from x (M, in), gate_up (2 * hidden, in) or (2, hidden, in), and down (out, hidden)."""
-    may_be_known = not torch.compiler.is_dynamo_compiling() and gate_up.dim() == 2
-    if may_be_known and (settings.precision is not None or not float32.in_use):
-        hidden = programs.known(x, gate_up.t(), GATES[settings.activation], settings.how)
-        if hidden is not None:
-            result = None if native.linear is None else native.linear(hidden, down, None, None, *settings.how)
-            return settings.by_weight(hidden, down) if result is None else result
     if sharded.is_distributed(x, gate_up, down) and not torch.compiler.is_dynamo_compiling():
         return _of_parts(x, gate_up, down, settings)
     if gate_up.dim() == 3:

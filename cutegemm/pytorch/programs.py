@@ -129,14 +129,6 @@ def compute(
     return _computed(a, b, epilogue, operands, out, out_dtype, how, save)
 
 
-def known(a: torch.Tensor, b: torch.Tensor, epilogue: Any, how: How) -> torch.Tensor | None:
-    """The product where it has one result, needs no operands, records nothing, and the C++ part knows it; else None."""
-    if (serves := native.program) is None or (meant := meant_by(epilogue)) is None:
-        return None
-    found = serves(number_of(meant), a, b, (), None, *how)
-    return found if isinstance(found, torch.Tensor) else None
-
-
 def meant_by(epilogue: Any) -> Hashable | None:
     """What an epilogue means now; None where that has not been worked out before."""
     return epilogue if epilogue.__class__ is Program else meaning(epilogue)

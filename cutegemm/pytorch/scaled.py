@@ -202,6 +202,19 @@ def tell(
 
     epilogue: what a gated `activation` of a layer stands for; gate and up then have an operand each of B's scales.
     """
+    with fused.planning():
+        launch = launch_of(a, b, scale_a, scale_b, bias, activation, out_dtype, how, epilogue)
+        if launch is not NotImplemented:
+            native.install_scaled((a, b, scale_a, scale_b, bias, activation, out_dtype, *how), launch)
+
+
+def launch_of(
+    a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, activation: Any, out_dtype: Any, how: How,
+    epilogue: Any = None,
+) -> Any:  # fmt: skip
+    """How the C++ part launches a call: what `fused.launch_of` gives, of the tensors a, b, bias, scale_a and scale_b.
+    NotImplemented where its plan is not remembered. The caller holds `fused.planning`.
+    """
     terms = {"bias": bias, "activation": activation} if epilogue is None else {"bias": None, "activation": None}
     program, given, chosen = arguments(
         a, b, None, 1.0, 0.0, out=None, out_dtype=out_dtype, epilogue=epilogue, operands=(), scale_a=scale_a,
@@ -210,19 +223,18 @@ def tell(
     named = [(i, each) for i, each in ((2, terms["bias"]), (3, scale_a), (4, scale_b)) if each is not None]
     if len(given) == len(named) + 1:
         named.append(named[-1])  # gate's and up's
-    with fused.planning():
-        plan = fused.memo.plan(fused.key_of(a, b, program, given, None, chosen, how))
-        if plan is not None:
-            launch = None
-            # Scales of empty matrices are left out; all others are the very tensors, or views of them.
-            if len(given) == len(named) and all(map(_share, given, (tensor for _, tensor in named))):
-                places = {
-                    number: (place, operand.data_ptr() - tensor.data_ptr())
-                    for number, ((place, tensor), operand) in enumerate(zip(named, given, strict=True))
-                }
-                asked = program_request.describe(a, b, program, given, None, chosen, how.precision)
-                launch = fused.launch_of(plan, asked, places, {}, 5)
-            native.install_scaled((a, b, scale_a, scale_b, bias, activation, out_dtype, *how), launch)
+    plan = fused.memo.plan(fused.key_of(a, b, program, given, None, chosen, how))
+    if plan is None:
+        return NotImplemented
+    # Scales of empty matrices are left out; all others are the very tensors, or views of them.
+    if len(given) != len(named) or not all(map(_share, given, (tensor for _, tensor in named))):
+        return None
+    places = {
+        number: (place, operand.data_ptr() - tensor.data_ptr())
+        for number, ((place, tensor), operand) in enumerate(zip(named, given, strict=True))
+    }
+    asked = program_request.describe(a, b, program, given, None, chosen, how.precision)
+    return fused.launch_of(plan, asked, places, {}, 5)
 
 
 def _share(operand: torch.Tensor, tensor: torch.Tensor) -> bool:

@@ -76,16 +76,26 @@ def _told(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The same of a call with new results along the last dimension, which the C++ part is told how to launch."""
     quantization_request.check_backend(backend)
-    values, scales = found = quantize(x, dtype, scaling, dim, block, scale, None, backend)
-    how = None
-    if _by_kernels(backend, x) and x.numel() and x.device != runner._CPU:
-        from cutegemm.run import quantize_kernels
-
-        asked = quantization_request.describe(x, dtype, scaling, dim, block, scale)
-        plan = quantize_kernels.plan_of(x, values, scales, asked.format, asked.group)
-        how = quantize_kernels.told(plan, values, scales if scale is None else None)
-    native.install_quantize((x, dtype, scaling, scale, backend), how)
+    found = quantize(x, dtype, scaling, dim, block, scale, None, backend)
+    native.install_quantize((x, dtype, scaling, scale, backend), launches(x, scaling, scale, backend, found))
     return found
+
+
+def launches(
+    x: torch.Tensor, scaling: str | None, scale: torch.Tensor | None, backend: str,
+    found: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """How the C++ part launches the call that gave these results, along the last dimension and in blocks of 1 x 128;
+    None: it needs Python.
+    """
+    if not (_by_kernels(backend, x) and x.numel() and x.device != runner._CPU):
+        return None
+    from cutegemm.run import quantize_kernels
+
+    values, scales = found
+    asked = quantization_request.describe(x, values.dtype, scaling, -1, quantization_request.DEFAULT_BLOCK, scale)
+    plan = quantize_kernels.plan_of(x, values, scales, asked.format, asked.group)
+    return quantize_kernels.told(plan, values, scales if scale is None else None)
 
 
 native.of_quantize = (None, *quantization_request.SCALINGS), quantization_request.BACKENDS

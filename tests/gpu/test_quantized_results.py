@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cutegemm
-from cutegemm import nn, ops, quantized_mixing, quantized_mlp
+from cutegemm import mlp_operator, native, nn, ops, quantized_mixing
 from tests.quantized_results import E4M3, E5M2, compared, identity, swiglu, swiglu_pairs
 
 pytestmark = pytest.mark.gpu
@@ -96,7 +96,8 @@ def test_a_mixture_whose_hidden_layer_its_product_quantizes(monkeypatch, form):
 
 
 def test_a_gated_mlp(monkeypatch):
-    monkeypatch.setattr(quantized_mlp, "FUSED_WORK", 1)
+    asked, real = [], mlp_operator._quantizing
+    monkeypatch.setattr(mlp_operator, "_quantizing", lambda *given: asked.append(given) or real(*given))
     torch.manual_seed(10)
     weights = [
         torch.randn(*shape, device="cuda", dtype=BF16).mul_(0.05) for shape in ((384, 512), (384, 512), (512, 384))
@@ -104,7 +105,11 @@ def test_a_gated_mlp(monkeypatch):
     layer = nn.Fp8SwiGLU.from_weights(*weights, scaling="blocks")
     x = torch.randn(3, 200, 512, device="cuda", dtype=BF16)
     with torch.no_grad():
-        assert layer._fuses(x)
         fused, apart = layer(x), layer.down(layer.gate_up(x))
-        torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), fused, rtol=0, atol=0)
+        assert asked == [("swiglu", BF16, torch.float8_e4m3fn)]
+        assert native.wait()
+        for run in (layer, torch.compile(layer, fullgraph=True)):
+            for _ in range(3):
+                torch.testing.assert_close(run(x), fused, rtol=0, atol=0)
+        assert len(asked) == 2  # once more to tell the C++ part, which has launched all others
     assert float((fused - apart).float().norm() / apart.float().norm()) < 1e-3

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cutegemm
-from cutegemm import ops
+from cutegemm import mlp_operator, ops
 from cutegemm.nn import Fp8Linear, Fp8SwiGLU, SwiGLU, compare, replace_linears, replace_mlps
 from cutegemm.pytorch.mlp import GATES
 
@@ -190,7 +190,7 @@ def test_mlps_are_replaced_before_the_other_layers(seed):
     assert "activation='swiglu'" in repr(model["mlp"])
 
 
-def test_one_graph_of_two_operators(seed):
+def test_one_graph_of_one_operator(seed):
     torch.manual_seed(seed)
     graphs: list[Any] = []
 
@@ -206,7 +206,7 @@ def test_one_graph_of_two_operators(seed):
             assert torch.equal(compiled(x), made(x))
     (targets,) = graphs
     packets = [getattr(target, "overloadpacket", target) for target in targets]
-    assert packets.count(torch.ops.cutegemm.quantized_linear) == 2
+    assert packets == [torch.ops.cutegemm.quantized_mlp]
 
 
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
@@ -260,17 +260,16 @@ def test_a_gated_layer_alone(seed):
 
 @pytest.fixture
 def found(monkeypatch) -> list[bool]:
-    """Whether the first product of each call gave its results quantized, which is tried with every device and size."""
+    """A call's entry where its first product gave its results quantized, which is tried with every device."""
     calls: list[bool] = []
-    real = Fp8SwiGLU._fused
+    real = mlp_operator._quantizing
 
-    def fused(self: Fp8SwiGLU, input: torch.Tensor) -> torch.Tensor:
+    def quantizing(*given: Any) -> Any:
         calls.append(True)
-        return real(self, input)
+        return real(*given)
 
-    monkeypatch.setattr(Fp8SwiGLU, "_fused", fused)
-    monkeypatch.setattr("cutegemm.quantized_mlp._quantizes", lambda device, backend: True)
-    monkeypatch.setattr("cutegemm.quantized_mlp.FUSED_WORK", 1)
+    monkeypatch.setattr(mlp_operator, "_quantizing", quantizing)
+    monkeypatch.setattr(mlp_operator, "_quantizes", lambda device, backend: True)
     return calls
 
 
@@ -318,13 +317,19 @@ def test_a_graph_of_any_number_of_rows(found):
             want = layer.down(layer.gate_up(x))
             torch.testing.assert_close(compiled(x), want, rtol=0, atol=0)
     assert len(graphs) == 1
+    assert found == [True, True]  # 256 and 400 rows
     torch._dynamo.reset()
     x = torch.randn(300, IN).to(BF16)
     torch._dynamo.mark_dynamic(x, 0, min=2, max=1024)
     with torch.no_grad():
         torch.compile(layer, fullgraph=True, backend="eager")(x)
-        assert layer(x).shape == (300, OUT)
-    assert found == [True]
+    exported = torch.export.export(layer, (x,), dynamic_shapes=({0: torch.export.Dim("rows", min=2)},), strict=False)
+    found.clear()
+    with torch.no_grad():
+        for rows in (20, 300):
+            x = torch.randn(rows, IN).to(BF16)
+            torch.testing.assert_close(exported.module()(x), layer(x), rtol=0, atol=0)
+    assert found == [True, True]
 
 
 def test_a_second_call_traces_nothing(monkeypatch, found):
@@ -349,11 +354,9 @@ def test_what_keeps_a_product_from_quantizing(monkeypatch, found):
 
     blocks = Fp8SwiGLU.from_weights(*weights, scaling="blocks")
     assert runs(blocks)
-    monkeypatch.setattr("cutegemm.quantized_mlp.FUSED_WORK", x.numel() * HIDDEN + 1)
+    monkeypatch.setattr(mlp_operator, "FUSED_ROWS", len(x) + 1)
     assert not runs(blocks)
-    monkeypatch.setattr("cutegemm.quantized_mlp.FUSED_WORK", x.numel() * HIDDEN)
-    assert runs(blocks)
-    monkeypatch.setattr("cutegemm.quantized_mlp.FUSED_WORK", 1)  # so that nothing below is refused for its size
+    monkeypatch.setattr(mlp_operator, "FUSED_ROWS", len(x))
     assert not runs(Fp8SwiGLU.from_weights(*weights))
     assert runs(Fp8SwiGLU.from_weights(*weights, scaling=("blocks", "rows")))
     assert not runs(Fp8SwiGLU.from_weights(*weights, scaling=("rows", "blocks")))

@@ -25,7 +25,7 @@ LAYERS = {
     "public calls": """
         cutegemm cutegemm.gemm cutegemm.grouped cutegemm.linear cutegemm.nn cutegemm.tune cutegemm.memory cutegemm.demo
         cutegemm.quantize cutegemm.quantized_linear cutegemm.comparison cutegemm.scaled_mm cutegemm.moe cutegemm.mixture
-        cutegemm.replacing cutegemm.parallel cutegemm.layer_operator cutegemm.quantized_mlp
+        cutegemm.replacing cutegemm.parallel cutegemm.layer_operator cutegemm.quantized_mlp cutegemm.mlp_operator
         cutegemm.mixing cutegemm.mixing_gradients cutegemm.quantized_mixing cutegemm.quantized_mixture
         cutegemm.moe_operator cutegemm.router cutegemm.gating cutegemm.moe_arguments cutegemm.mxfp4
         cutegemm.quantized_weights cutegemm.quantized_mixture_state

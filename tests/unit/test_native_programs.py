@@ -27,6 +27,7 @@ from tests.native_cases import (
     assert_same_outcome,
     autocast,
     numbers,
+    refuse_next,
     served,
 )
 from tuning import host_stub
@@ -37,7 +38,8 @@ STACKED, BATCH, GRAD = numbers(32, 40), numbers(3, 24, 40), numbers(24, 40, grad
 INT8 = numbers(24, 64).to(torch.int8)
 ROWS, INTEGERS = numbers(24, 1, dtype=FP32), torch.arange(16, dtype=torch.int32)
 PROGRAM = cutegemm.trace_epilogue(lambda acc, c: ops.silu(acc) * c, (C,))
-MLP = cutegemm.nn.SwiGLU(40, 16, 24, dtype=BF16)
+MLP, MLP32 = cutegemm.nn.SwiGLU(40, 16, 24, dtype=BF16), cutegemm.nn.SwiGLU(40, 16, 24, activation="gelu")
+CONSTANT_MLP = cutegemm.nn.SwiGLU(40, 16, dtype=BF16, activation="relu", constant_weights=True)
 TEXT = cutegemm.trace_epilogue(lambda acc, c, x, i: acc * x + c + i, (C, 2.0, 3)).text
 
 
@@ -83,6 +85,11 @@ SERVED: dict[str, Callable[[], Any]] = {
         INT8, INT8[:16].t(), scale_a=ROWS, epilogue=residual, operands=(C,)),
     "a gated MLP": lambda: torch.no_grad()(MLP)(A),
     "a gated MLP of three dimensions": lambda: torch.no_grad()(MLP)(BATCH),
+    "a gated MLP of four": lambda: torch.no_grad()(MLP)(BATCH[None]),
+    "a gated MLP of a vector": lambda: torch.no_grad()(MLP)(A[0]),
+    "a gated MLP in fp32": lambda: torch.no_grad()(MLP32)(A.float()),
+    "a gated MLP with constant weights": lambda: torch.no_grad()(CONSTANT_MLP)(A),
+    "a gated MLP in inference mode": lambda: torch.inference_mode()(MLP)(A),
 }  # fmt: skip
 
 
@@ -131,6 +138,13 @@ def _recorded_by_the_operator() -> list[torch.Tensor]:
     return [c.grad]
 
 
+MLP8 = cutegemm.nn.SwiGLU(40, 16, 24).to(torch.float8_e4m3fn)
+
+
+def hidden_layer() -> torch.Tensor:
+    return cutegemm.gemm(A, MLP.gate_up_weight.t(), epilogue=cutegemm.ops.swiglu)
+
+
 OTHERS: dict[str, Callable[[], Any]] = {
     "a meaning that changes": _meaning_that_changes,
     "a function with a state": _with_a_state,
@@ -169,6 +183,12 @@ OTHERS: dict[str, Callable[[], Any]] = {
         lambda: torch.ops.cutegemm.gemm_program(A.float(), B.float(), [C], [0.5], [7], TEXT)),
     "a gated MLP under autocast": lambda: autocast(lambda: MLP(A.float())),
     "a gated MLP that records": lambda: MLP(A),
+    "a gated MLP of another width": lambda: torch.no_grad()(MLP)(A[:, :32]),
+    "a gated MLP of another dtype": lambda: torch.no_grad()(MLP)(A.float()),
+    "a gated MLP of fp8": lambda: torch.no_grad()(MLP8)(A.to(torch.float8_e4m3fn)),
+    "a gated MLP of no rows": lambda: torch.no_grad()(MLP)(A[:0]),
+    "a gated MLP of rows that are apart": lambda: torch.no_grad()(MLP)(BATCH[:, ::2]),
+    "a gated MLP, a hidden layer alone": lambda: (torch.no_grad()(hidden_layer)(), torch.no_grad()(MLP)(A))[1],
     "a gated MLP of fp32 in another precision": lambda: _in_tf32(),
 }  # fmt: skip
 
@@ -320,3 +340,16 @@ def test_torch_compile_launches_programs_from_cpp():
             assert torch.equal(compiled(A), expected)
         assert [each.by for each in launched] == ["C++", "C++"]
         assert native.program is not None
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_gated_mlp_whose_launch_fails_is_left_to_python(failing):
+    run = torch.no_grad()(lambda: MLP(A))
+    with served(in_cpp=True) as launched:
+        expected = [run() for _ in range(2)][-1]
+        with mock.patch("cutegemm.pytorch.mlp.gated_mlp", None):  # so that one call of the C++ part does it all
+            assert torch.equal(run(), expected)
+        launched.clear()
+        refuse_next.extend([-1, *[0] * failing])
+        assert torch.equal(run(), expected)
+        assert len(launched) == failing + 1 + 2

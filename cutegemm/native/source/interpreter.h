@@ -16,7 +16,7 @@ namespace cutegemm {
 // freed.
 enum Hook {
   PLAN, COMPUTE, RECORD, GRADIENTS, QUANTIZE, QUANTIZE_GIVEN, SCALED, QUANTIZED_LINEAR, GEMM_PROGRAM, MOE,
-  GROUPED_GEMM, HOOKS
+  GROUPED_GEMM, QUANTIZED_MLP, HOOKS
 };
 inline std::array<PyObject*, HOOKS> in_python{};
 

@@ -99,7 +99,7 @@ struct ToMix {
     };
     std::optional<Quantized> values, between;
     Matrix tokens = rows, of_tokens, of_between;
-    if (how.of_tokens && !quantize(*how.of_tokens, how.dtype, rows, start(row_of), values, tokens, of_tokens))
+    if (how.of_tokens && !quantize_rows(*how.of_tokens, how.dtype, device, rows, start(row_of), values, tokens, of_tokens))
       return false;
     at::Tensor copies;
     for (const Launch& step : how.spreading) {
@@ -113,7 +113,8 @@ struct ToMix {
     if (!multiply(how.hidden, tokens, first, first_bias, of_tokens, first_scale, hidden)) return false;
     Matrix of_hidden = place_of(hidden[0]);
     if (hidden.size() > 1) of_between = place_of(hidden[1]);
-    if (how.of_hidden && !quantize(*how.of_hidden, how.dtype, of_hidden, nullptr, between, of_hidden, of_between))
+    if (how.of_hidden &&
+        !quantize_rows(*how.of_hidden, how.dtype, device, of_hidden, nullptr, between, of_hidden, of_between))
       return false;
     if (!multiply(how.result, of_hidden, second, second_bias, of_between, second_scale, result)) return false;
     at::DimVector shape(x->sizes());
@@ -123,18 +124,6 @@ struct ToMix {
       if (!enqueue(step, device, {start(result[0]), start(row_of), start(sums)}, {})) return false;
     d = sums;
     return true;
-  }
-
-  // The values and scales of some rows. row_of: of each slot its row, if the results are those of all slots.
-  bool quantize(
-      const Quantization& how, at::ScalarType dtype, const Matrix& given, const void* row_of,
-      std::optional<Quantized>& made, Matrix& values, Matrix& scales) const {
-    ToQuantize of;
-    of.x = given, of.dtype = dtype, of.device = device;
-    made.emplace(how, of, nullptr);
-    values = {}, scales = {};
-    values.data = made->values.const_data_ptr(), scales.data = made->scales.const_data_ptr();
-    return made->launch(how, of, row_of);
   }
 };
 

@@ -193,7 +193,7 @@ PyObject* install(PyObject*, PyObject* const* args, Py_ssize_t count) {
 template <typename Use>
 auto with_tables(Use use) {
   return use(table_of<Product>(), table_of<OfProgram>(), table_of<ScaledProduct>(), table_of<Quantization>(),
-             table_of<Mixture>());
+             table_of<QuantizedMlp>(), table_of<Mixture>());
 }
 
 // forget(): of all calls.
@@ -306,11 +306,14 @@ PyMethodDef methods[] = {
     {"quantize", fast<quantize>(), METH_FASTCALL, nullptr},
     {"scaled", fast<scaled>(), METH_FASTCALL, nullptr},
     {"quantized_linear", fast<quantized_linear>(), METH_FASTCALL, nullptr},
+    {"gated_mlp", fast<gated_mlp>(), METH_FASTCALL, nullptr},
+    {"quantized_mlp", fast<quantized_mlp>(), METH_FASTCALL, nullptr},
     {"mixture", fast<mixture>(), METH_FASTCALL, nullptr},
     {"install", fast<install>(), METH_FASTCALL, nullptr},
     {"install_program", fast<install_program>(), METH_FASTCALL, nullptr},
     {"install_quantize", fast<install_quantize>(), METH_FASTCALL, nullptr},
     {"install_scaled", fast<install_scaled>(), METH_FASTCALL, nullptr},
+    {"install_quantized_mlp", fast<install_quantized_mlp>(), METH_FASTCALL, nullptr},
     {"install_mixture", fast<install_mixture>(), METH_FASTCALL, nullptr},
     {"forget", forget, METH_NOARGS, nullptr},
     {"known", known, METH_NOARGS, nullptr},

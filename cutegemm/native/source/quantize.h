@@ -76,6 +76,19 @@ struct Quantized {
   }
 };
 
+// The values and scales of rows as a step of a larger call. row_of: of each slot its row, if the results are those of all
+// slots. False where Python must launch it.
+inline bool quantize_rows(
+    const Quantization& how, at::ScalarType dtype, int device, const Matrix& rows, const void* row_of,
+    std::optional<Quantized>& made, Matrix& values, Matrix& scales) {
+  ToQuantize of;
+  of.x = rows, of.dtype = dtype, of.device = device;
+  made.emplace(how, of, nullptr);
+  values = {}, scales = {};
+  values.data = made->values.const_data_ptr(), scales.data = made->scales.const_data_ptr();
+  return made->launch(how, of, row_of);
+}
+
 inline Found quantized(const ToQuantize& of, const at::Tensor* scale, std::optional<Quantized>& made) {
   Table<Quantization>::Known how;
   const Found found = look_up(of, how);

@@ -6,6 +6,7 @@
 #include "grouped.h"
 #include "layer.h"
 #include "mixture.h"
+#include "mlp.h"
 #include "operator.h"
 
 namespace cutegemm {
@@ -69,6 +70,7 @@ inline void register_operators() {
   serve<quantize_by_operator>("quantize", device, autograd);
   serve<quantize_given_by_operator>("quantize_given", device, autograd);
   serve<quantized_linear_by_operator<OPTION_TYPES>>("quantized_linear", device, autograd);
+  serve<quantized_mlp_by_operator<OPTION_TYPES>>("quantized_mlp", device, autograd);
   serve<moe_by_operator>("moe", device, autograd);
   serve_with_lists<gemm_program_by_operator<PROGRAM_OPTION_TYPES>>("gemm_program", device, autograd);
   serve_with_lists<grouped_gemm_by_operator>("grouped_gemm", device, autograd);

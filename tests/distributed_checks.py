@@ -215,6 +215,13 @@ def tokens_in_unequal_parts(setting: Setting) -> None:
             assert torch.equal(got.full_tensor(), quantized(x))
             by_operator = torch.ops.cutegemm.quantized_linear(part, parts["weight"], parts["weight_scale"])
             assert torch.equal(by_operator.full_tensor(), quantized(x))
+    gated = cutegemm.nn.Fp8SwiGLU(8, 6, 4, dtype="int8").to(setting.device)
+    parts = {name: distribute_tensor(each, setting.mesh, [Replicate()]) for name, each in gated.named_buffers()}
+    x = setting.integers(3, 5, 8)
+    with torch.no_grad():
+        part = distribute_tensor(x, setting.mesh, [Shard(0)])
+        assert torch.equal(torch.func.functional_call(gated, parts, (part,)).full_tensor(), gated(x))
+        assert torch.equal(torch.ops.cutegemm.quantized_mlp(part, *parts.values()).full_tensor(), gated(x))
     a, b = setting.integers(3, 6, 8), setting.integers(8, 10)
     for of_a, of_b in ((Shard(0), Replicate()), (Shard(1), Shard(0)), (Replicate(), Shard(1))):
         left, right = placed(a, of_a), placed(b, of_b)

@@ -61,6 +61,7 @@ _HALF = (
     "sm90/256x128x128/coop2/c1x2/s4/serp8/zig/pdl/half",
     "sm90/128x256x128/coop2/c2x1/s4/serp8/zig/pdl/half",
     "sm90/128x256x128/coop2/c2x1/s4/serp8/zig/streamk/pdl/half",
+    "sm90/128x256x128/coop2/c1x2/s4/serp8/zig/pdl/half",
 )
 """For large dense products whose sums are promoted."""
 _HALF_IN_GROUPS = (

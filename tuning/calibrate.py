@@ -7,8 +7,8 @@
               depends on those constants too, which only the repository's history keeps
     --write   puts the constants into the package (cutegemm/data/cost_model.json) with this command in it
 
-A text table has one block a shape. A word before the majors may be the precision, or `blocks` for scales of blocks.
-`ratio` is not read:
+A text table has one block a shape. Words before the majors may be the precision, or `blocks` for scales of blocks, and
+then `swiglu` for gate and up, which N counts. `ratio` is not read, and torch's time need not be there:
 
     == 512x512x512 bf16 tn torch 3.65 us ...
        1.291      2.83   94.9 sm90/64x32x128/coop1/c1x1/s6/serp8/pdl       (ratio, microseconds, TFLOP/s, configuration)
@@ -52,7 +52,7 @@ from cutegemm.problem import Problem
 from cutegemm.problem import text as problem_text
 from cutegemm.winners.row import BOTH
 from cutegemm.winners.rules import why_invalid
-from tuning import cli, random_shapes
+from tuning import cli, epilogues, random_shapes
 
 if TYPE_CHECKING:
     from cutegemm.winners import Measurement
@@ -75,7 +75,7 @@ SHARP = 0.03
 """A configuration that the model likes this much less than its best counts 1/e of it among its choices."""
 
 _HEAD = re.compile(
-    r"== (\d+)x(\d+)x(\d+) (\w+) (?:(ieee|tf32|tf32x3|bf16x6|bf16x9|fast|blocks) )?([tn]{2}) torch ([\d.]+) us"
+    r"== (\d+)x(\d+)x(\d+) (\w+) (?:(ieee|tf32|tf32x3|bf16x6|bf16x9|fast|blocks) )?(swiglu )?([tn]{2})\b"
 )
 _LINE = re.compile(r"\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)\s+(\S+)")
 _SPLIT = re.compile(r"/k\d+(/|$)")
@@ -172,9 +172,13 @@ def read_table(text: str, name: str = "table") -> list[Sample]:
         if head:
             m, n, k = (int(size) for size in head.groups()[:3])
             precision = "ieee" if head[5] in (None, IN_BLOCKS) else head[5]
-            problem = Problem.of(m, n, k, head[4], majors=head[6], precision=precision)
+            problem = Problem.of(m, n, k, head[4], majors=head[7], precision=precision)
+            program = head[6] and head[6].strip()
             if head[5] == IN_BLOCKS:
-                problem = random_shapes.in_blocks(problem)
+                problem = random_shapes.in_blocks(problem, program)
+            elif program:
+                (named,) = epilogues.named(program)
+                problem = epilogues.problem(named, m, n, k, head[4], majors=head[7], precision=precision)
         elif row and problem is not None:
             # A tensor-core kernel multiplies fp32 as tf32, whether the block's head says so or not.
             takes = FAMILIES[row[4].split("/")[0]].takes if _backend_of(row[4]) == "cute" else ()

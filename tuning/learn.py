@@ -131,19 +131,26 @@ class Times:
 def times(samples: Iterable[calibrate.Sample], arch: Arch) -> dict[str, Times]:
     """The samples by kernel family. Passed over are configurations not valid today, short bursts, and what may not
     teach (`learned.taught`)."""
-    found = {name: list(_rows(fit)) for name, fit in calibrate.by_family(samples, arch).items()}
-    return {name: _times(rows) for name, rows in found.items() if rows}
+    found: dict[str, list[_Row]] = {}
+    for fit in calibrate.by_family(samples, arch).values():
+        for name, row in _rows(fit):
+            found.setdefault(name, []).append(row)
+    return {name: _times(rows) for name, rows in found.items()}
 
 
-def _times(rows: Sequence[tuple[Problem, list[float], float, float, float]]) -> Times:
+_Row = tuple[Problem, list[float], float, float, float]
+"""Of a launch its problem, traits, estimate, time and weight."""
+
+
+def _times(rows: Sequence[_Row]) -> Times:
     numbers: dict[Problem, int] = {}
     shapes = np.array([numbers.setdefault(row[0], len(numbers)) for row in rows])
     traits, estimates, seconds, weights = map(np.array, list(zip(*rows, strict=True))[1:])
     return Times(traits, estimates, seconds, shapes, weights, tuple(numbers))
 
 
-def _rows(fit: calibrate.Fit) -> Iterator[tuple[Problem, list[float], float, float, float]]:
-    """Of each launch of a family its problem, traits, estimate, time and weight."""
+def _rows(fit: calibrate.Fit) -> Iterator[tuple[str, _Row]]:
+    """The launches of one set of constants, each with the name of the family whose trees it teaches."""
     for (problem, burst), rows in fit.shapes.items():
         if burst or not min(problem.evened) or not _teaches(problem, rows[0][0]):
             continue
@@ -151,7 +158,7 @@ def _rows(fit: calibrate.Fit) -> Iterator[tuple[Problem, list[float], float, flo
         for (shape, seconds), weight in zip(rows, weights, strict=True):
             model = Watched(shape, problem.signature, fit.arch)
             estimate = model.seconds(*problem.evened)
-            yield problem, model.found, estimate, seconds, weight
+            yield learned.name_of(shape, problem.signature), (problem, model.found, estimate, seconds, weight)
 
 
 def _teaches(problem: Problem, shape: Footprint) -> bool:
@@ -320,7 +327,8 @@ def least(trees: learned.Trees, known: Times) -> float:
 def model_of(name: str, *kin: str) -> str:
     """16 hexadecimal digits of a family's constants and of the trees of `--after` and `--beside`, which change with
     them: trees that were grown with others are stale."""
-    text = json.dumps(json.loads(CONSTANTS.read_text())["families"].get(name, {}), sort_keys=True)
+    own = name.removesuffix(learned.GATED)
+    text = json.dumps(json.loads(CONSTANTS.read_text())["families"].get(own, {}), sort_keys=True)
     for family in filter(None, kin):
         text += json.dumps(json.loads(learned.TREES.read_text())["families"][family], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

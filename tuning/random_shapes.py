@@ -115,16 +115,19 @@ def others(
 KINDS = {"sizes": sizes, "layers": layers, "others": others}
 
 
-def in_blocks(problem: Problem) -> Problem:
-    """The same to bf16, with scales of blocks: 1 x 128 of A and 128 x 128 of B.
+def in_blocks(problem: Problem, program: str | None = None) -> Problem:
+    """The same to bf16, with scales of blocks: 1 x 128 of A and 128 x 128 of B. program: the name of what follows.
 
     Raises:
         ValueError: the dtype has no scales.
     """
     from cutegemm.problem import Problem, scaling
     from cutegemm.problem.epilogue import Epilogue
+    from tuning import epilogues
 
-    epilogue, majors = Epilogue(custom=scaling.of_blocks(problem.dtype, "bf16")), problem.signature.majors
+    behind = None if program is None else epilogues.without_operands(program, "bf16")
+    custom = scaling.of_blocks(problem.dtype, "bf16", problem.work, behind)
+    epilogue, majors = Epilogue(custom=custom), problem.signature.majors
     return Problem.of(
         problem.m, problem.n, problem.k, problem.dtype, majors=majors, out_dtype="bf16", epilogue=epilogue
     )

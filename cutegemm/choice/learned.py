@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cutegemm.problem.dtypes import CUDA_CORES
+from cutegemm.problem.program.graph import ROW_BLOCKS
 
 if TYPE_CHECKING:
     from cutegemm.choice.footprint import Footprint
@@ -41,6 +42,8 @@ DEPTH = 6
 LEAST, MOST = 0.8, 1.25
 TMA_BYTES = 16
 """What rows and addresses of operands are multiples of where TMA loads them."""
+GATED = "/gated"
+"""Behind a family's name: of its launches with gate and up."""
 MOST_FLOPS = 1e11
 """Of a product on tensor cores that trees correct; the tuner and the benchmark time larger ones in sustained blocks."""
 TRAITS = (
@@ -104,9 +107,14 @@ def place(family: str) -> int:
     return 1 + list(families()).index(family) if family in families() else 0
 
 
+def name_of(footprint: Footprint, signature: Signature) -> str:
+    """The family whose trees are about such launches: those with gate and up have one of their own."""
+    return footprint.family.name + (GATED if signature.epilogue.gating else "")
+
+
 def place_of(footprint: Footprint, signature: Signature, arch: Arch) -> int:
     """The place of the trees that correct the estimates of such launches; 0 where none do."""
-    name = footprint.family.name
+    name = name_of(footprint, signature)
     if name not in families() or not taught(footprint, signature):
         return 0
     return 0 if families()[name].beside and not _has_hopper(signature, arch) else place(name)
@@ -122,13 +130,21 @@ def taught(footprint: Footprint, signature: Signature) -> bool:
 
     They learned from single products in fp32, tf32, bf16, e4m3 and int8, without C, bias and activation, and from e4m3
     with scales of blocks. Batches, fp16, e5m2, bias, activation and other scales run the same kernels in much the same
-    time, so they are corrected too. Groups and operands in parts are another matter. So are other programs and C on
-    tensor cores, whose schedules hide an epilogue in different ways: 512x4096x14336 with an operand takes 86 us with
-    cooperative tiles on an H200 and 91 in ping-pong, which the plain product prefers.
+    time, so they are corrected too. Gate and up have trees of their own, if any, of products without other matrix
+    operands. Groups and operands in parts are another matter. So are other programs and C on tensor cores, whose
+    schedules hide an epilogue in different ways: 512x4096x14336 with an operand takes 86 us with cooperative tiles on
+    an H200 and 91 in ping-pong, which the plain product prefers.
     """
     epilogue = signature.epilogue
-    plain = epilogue.c_dtype is None and (epilogue.custom is None or _multiplies_alone(epilogue.custom))
+    is_known = _gates_alone if epilogue.gating else _multiplies_alone
+    plain = epilogue.c_dtype is None and (epilogue.custom is None or is_known(epilogue.custom))
     return (plain or signature.unit == CUDA_CORES) and signature.work == "dense" and footprint.terms == 1
+
+
+def _gates_alone(program: Program) -> bool:
+    """Whether a program of gate and up reads no further matrix, and gives one result, which it may quantize."""
+    outputs = [each for each in program.outputs if each.reduce != ROW_BLOCKS]
+    return len(outputs) == 1 and outputs[0].reduce is None and not any(each.m and each.n for each in program.inputs)
 
 
 def _multiplies_alone(program: Program) -> bool:

@@ -62,6 +62,8 @@ _HALF = (
     "sm90/128x256x128/coop2/c2x1/s4/serp8/zig/pdl/half",
     "sm90/128x256x128/coop2/c2x1/s4/serp8/zig/streamk/pdl/half",
     "sm90/128x256x128/coop2/c1x2/s4/serp8/zig/pdl/half",
+    "sm90/128x256x128/coop2/c1x2/s4/serp8/zig/streamk/pdl/half",
+    "sm90/128x256x128/coop2/c1x1/s4/serp8/zig/pdl/half",
 )
 """For large dense products whose sums are promoted."""
 _HALF_IN_GROUPS = (
@@ -71,6 +73,28 @@ _HALF_IN_GROUPS = (
 )
 """The same for groups of more than `FEW_ROWS` rows, with which no other tiles are compared then: on an H200 each of
 them took up to 12 % longer, where the model expects as much of both (docs/grouped_measured.md#in-fp8)."""
+_LAYERS = (
+    "sm90/192x80x128/coop3/c1x2/s5/serp8/swap/pdl",
+    "sm90/128x160x128/coop2/c2x1/s5/serp8/swap/pdl",
+    "sm90/128x144x128/coop2/c2x2/s6/serp8/swap/pdl",
+    "sm90/192x112x128/coop3/c2x2/s5/serp8/swap/pdl",
+    "sm90/128x176x128/coop2/c2x1/s5/serp8/swap/pdl",
+    "sm90/128x160x128/coop2/c1x4/s5/serp8/pdl",
+    "sm90/128x96x128/coop2/c1x2/s7/serp8/swap/pdl",
+    "sm90/128x208x128/coop2/c1x1/s4/serp8/swap/pdl",
+    "sm90/128x224x128/coop2/c2x2/s4/serp8/swap/pdl",
+    "sm90/128x96x128/coop2/c4x1/s7/serp8/swap/pdl",
+    "sm90/192x96x128/coop3/c1x4/s5/serp8/pdl",
+    "sm90/128x160x128/coop2/c4x1/s5/serp8/swap/pdl",
+    "sm90/128x144x128/coop2/c1x2/s6/serp8/swap/pdl",
+    "sm90/128x160x128/coop2/c1x2/s5/serp8/pdl",
+    "sm90/128x96x128/coop2/c2x1/s7/serp8/swap/pdl",
+    "sm90/64x128x128/coop1/c1x4/s8/serp8/pdl",
+    "sm90/64x96x128/coop1/c1x4/s8/serp8/pdl",
+    "sm90/64x64x128/coop1/c1x4/s8/serp8/pdl",
+)
+"""For promoted sums of more than `FEW_ROWS` rows, whatever their cell of `shortlists` has, which is about 16 bits. By
+the model a choice among that cell lost 2.3 % at layers of 65 to 8192 rows with scales of rows, and 0.3 % with these."""
 FEW_ROWS = 64
 """Of a group on average, rounded up to a power of two: up to here swapped tiles that hold a group were faster on an
 H200 (32 rows in 256 groups of 4096x7168 took 2.1 ms by halves, and 1.9 by tiles of 64 tokens; 64 rows in 128 groups of
@@ -113,8 +137,10 @@ _GATED = (
 """For few rows of a program with gate and up, whose swapped tiles have 128 rows a warpgroup. Without them 1, 8 and 16
 rows of 28672x4096 with scales of rows took 44, 39 and 40 us on an H200, with them 31."""
 _SMALLEST = "sm90/64x16x128/coop1/c1x1/s8/serp8/pdl"
-_LARGE_SCALED = (128, 192)
-"""The only large tile without half whose CTAs share loads that takes long sums with scales of blocks."""
+_LARGE_SCALED = ((128, 192), (128, 160))
+"""The only large tiles without half whose CTAs share loads that take long sums with scales of blocks, the second in
+dense products whose operands are not swapped. At 58 layers of 129 to 6000 rows on an H200 it took 0.95 to 0.97 of what
+the model expected of it, beside the other candidates; other such tiles took 1.02 to 1.19 of it."""
 SHORT_SUM = 1024
 """Up to this K, rounded up to a power of two, large tiles of a cluster take scales of blocks as fast as others."""
 MOST_OF_TWO = 48
@@ -143,7 +169,7 @@ def shortlist(signature: Signature, cell: Iterable[tuple[str, bool]], m: int, k:
     """The listed configurations to compare where a product has about m rows and its sums are about k long, each with
     whether K is split: all of the above, and those of a cell of `shortlists`, which names them as for 16 bits."""
     halves = [(text, False) for text in _own(signature) if text in _HALF_IN_GROUPS]
-    if halves and m > FEW_ROWS and not _may_refuse_halves(signature):
+    if signature.work != DENSE and halves and m > FEW_ROWS and not _may_refuse_halves(signature):
         return halves
     left_out: tuple[str, ...] = ()
     if signature.work != DENSE:
@@ -152,6 +178,9 @@ def shortlist(signature: Signature, cell: Iterable[tuple[str, bool]], m: int, k:
     found += ((text, True) for text in _own(signature) if text.removesuffix("/twin") in SPLIT)
     known = _in_cells(signature)
     found += ((known[text], split) for text, split in cell if text in known)
+    if known and signature.promotion is not None and m > FEW_ROWS:
+        served = set(known.values())
+        found += ((form, False) for form in (_form(text, signature) for text in _LAYERS) if form in served)
     is_plain = signature.work == DENSE and not signature.epilogue.gating
     poor = frozenset() if k <= SHORT_SUM and is_plain else _poor_with_blocks(signature)
     return [each for each in dict.fromkeys(found) if each[0] not in poor]
@@ -189,8 +218,9 @@ def _poor_with_blocks(signature: Signature) -> frozenset[str]:
     """Those of the list that are slow with scales of blocks of K where the sum is long: large tiles of clusters."""
     if not signature.epilogue.program.block_scales:
         return frozenset()
-    own = () if signature.work == DENSE else _IN_GROUPS
-    return frozenset(text for text in listed(signature) if text not in own and _is_poor_with_blocks(text))
+    dense = signature.work == DENSE
+    own = () if dense else _IN_GROUPS
+    return frozenset(text for text in listed(signature) if text not in own and _is_poor_with_blocks(text, dense))
 
 
 def _form(text: str, signature: Signature) -> str | None:
@@ -221,10 +251,11 @@ def _needs_more_registers(signature: Signature) -> bool:
     return any((given.batched and in_batches) or given.scales != usual[operand] for operand, given in scales.items())
 
 
-def _is_poor_with_blocks(text: str) -> bool:
+def _is_poor_with_blocks(text: str, dense: bool) -> bool:
     config = HopperConfig.parse(text)
     shared = config.cluster != (1, 1) and config.bm * config.bn >= 128 * 128
-    return shared and "half" not in config.options and (config.bm, config.bn) != _LARGE_SCALED
+    known = _LARGE_SCALED[: None if dense and not config.swapped else 1]
+    return shared and "half" not in config.options and (config.bm, config.bn) not in known
 
 
 def twins_pay(config: HopperConfig, signature: Signature) -> bool:

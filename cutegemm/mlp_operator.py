@@ -25,11 +25,12 @@ from cutegemm.run import fused, quantizing
 from cutegemm.run.how import How, schema
 
 NAME = "quantized_mlp"
-FUSED_ROWS = 256
-"""Rows from which on the first product quantizes the hidden layer. On an H200 it then took 0.78 to 0.97 of the time of
-a product and `quantize`, with 64 and 128 rows 1.12 to 1.85 of it, since the fastest tiles of so few rows have operands
-swapped (docs/fp8.md#a-hidden-layer-that-its-product-quantizes).
-"""
+FUSED_ROWS = 96
+"""Rows from which on the first product quantizes the hidden layer: the fastest tiles of fewer rows have operands
+swapped, and quantize nothing (docs/fp8.md#a-hidden-layer-that-its-product-quantizes)."""
+FUSED_TILE, FUSED_SHARE = 128, 0.55
+"""Rows, and columns of the hidden layer, of a tile that quantizes, and the share of the SMs that such tiles fill at
+least: smaller results have smaller tiles, which are faster."""
 
 
 def composed(
@@ -46,7 +47,7 @@ def composed(
     first, second = _factor(gate_up, gate_up_scale), _factor(down, down_scale)
     # Other hidden features leave tiles without whole blocks of columns of gate and up.
     fits = scaling == "blocks" and gate_up.shape[1] % 16 == 0 and down.shape[1] % BLOCK == 0
-    fuses = fits and len(rows) >= FUSED_ROWS and _quantizes(x.device, how.backend)
+    fuses = fits and len(rows) >= FUSED_ROWS and _quantizes(x.device, how.backend, len(rows), down.shape[1])
     epilogue = _quantizing(activation, x.dtype, down.dtype) if fuses else GATES[activation]
     dtype = None if fuses else x.dtype
     given = quantize(rows, gate_up.dtype, scaling, backend=by)
@@ -92,11 +93,13 @@ def _epilogue(activation: str, to: torch.dtype, dtype: torch.dtype) -> Callable[
 _quantizing = lru_cache(maxsize=64)(_epilogue)
 
 
-def _quantizes(device: torch.device, backend: str) -> bool:
-    """Whether kernels for this device quantize results; on the CPU only with backend="cute", in the emulator."""
+def _quantizes(device: torch.device, backend: str, rows: int, hidden: int) -> bool:
+    """Whether kernels for this device quantize such results; on the CPU with backend="cute", in the emulator."""
     if device.type != "cuda":
         return backend == "cute"
-    return backend in ("auto", "cute") and Arch.of_device(device.index).capability == (9, 0)
+    arch = Arch.of_device(device.index)
+    tiles = -(-rows // FUSED_TILE) * -(-hidden // FUSED_TILE)
+    return backend in ("auto", "cute") and arch.capability == (9, 0) and tiles >= FUSED_SHARE * arch.sm_count
 
 
 def _check(x: Any, gate_up: Any, down: Any, activation: str) -> None:

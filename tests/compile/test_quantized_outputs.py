@@ -23,8 +23,14 @@ INSTRUCTION = {"e4m3": "F2FP.SATFINITE.E4M3", "e5m2": "F2FP.SATFINITE.E5M2", "in
 
 
 @pytest.mark.parametrize("text", [PLAIN, GATED, PAIRS], ids=["plain", "gated", "pairs"])
-@pytest.mark.parametrize("work", ["dense", "ragged_m"])
-def test_nothing_spills_behind_scales_of_blocks(text, work):
+@pytest.mark.parametrize(
+    ("work", "rest"),
+    [
+        ("ragged_m", "c1x2/s4/serp16/zig/pdl"), ("dense", "c1x2/s4/serp8/zig/pdl"), ("dense", "c1x1/s4/serp8/zig/pdl"),
+        ("dense", "c1x2/s4/serp8/zig/streamk/pdl"),
+    ],
+)  # fmt: skip
+def test_nothing_spills_behind_scales_of_blocks(text, work, rest):
     """The tile that layers of 8 bits take."""
     program = quantizing(parse(text), "bf16", "e4m3")
     whole = scaling.of_blocks("e4m3", "e4m3", work, program)
@@ -32,7 +38,7 @@ def test_nothing_spills_behind_scales_of_blocks(text, work):
         8192, 5632, 2048, "e4m3", batch=1 if work == "dense" else 8, out_dtype="e4m3",
         epilogue=Epilogue(custom=whole), work=work,
     )  # fmt: skip
-    kernel = CUTE.build(problem.signature, CUTE.parse("sm90/128x256x128/coop2/c1x2/s4/serp16/zig/pdl/half"), H200)
+    kernel = CUTE.build(problem.signature, CUTE.parse(f"sm90/128x256x128/coop2/{rest}/half"), H200)
     assert sass.spilled(kernel.cubin) == 0
 
 

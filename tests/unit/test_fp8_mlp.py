@@ -269,7 +269,7 @@ def found(monkeypatch) -> list[bool]:
         return real(*given)
 
     monkeypatch.setattr(mlp_operator, "_quantizing", quantizing)
-    monkeypatch.setattr(mlp_operator, "_quantizes", lambda device, backend: True)
+    monkeypatch.setattr(mlp_operator, "_quantizes", lambda *given: True)
     return calls
 
 
@@ -281,10 +281,10 @@ def weights_of(layer: HuggingFace) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
 def test_a_hidden_layer_that_its_product_quantizes(found, activation, dtype):
     layer = Fp8SwiGLU.from_weights(*weights_of(HuggingFace(activation)), activation=activation, scaling="blocks")
-    x = torch.randn(2, 150, IN, generator=torch.Generator().manual_seed(5)).to(dtype)
+    x = torch.randn(2, 60, IN, generator=torch.Generator().manual_seed(5)).to(dtype)
     with torch.no_grad():
         y, few = layer(x), layer(x[:1])
-        assert found == [True]  # 150 rows are too few
+        assert found == [True]  # 60 rows are too few
         assert y.dtype == dtype
         torch.testing.assert_close(y[:1], few, rtol=0, atol=0)
         torch.testing.assert_close(y, by_hand(layer, x, "blocks", GATES[activation]), rtol=0, atol=0)
@@ -312,12 +312,12 @@ def test_a_graph_of_any_number_of_rows(found):
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend=counted, dynamic=True)
     with torch.no_grad():
-        for rows in (20, 255, 256, 400):
+        for rows in (20, 95, 96, 400):
             x = torch.randn(rows, IN).to(BF16)
             want = layer.down(layer.gate_up(x))
             torch.testing.assert_close(compiled(x), want, rtol=0, atol=0)
     assert len(graphs) == 1
-    assert found == [True, True]  # 256 and 400 rows
+    assert found == [True, True]  # 96 and 400 rows
     torch._dynamo.reset()
     x = torch.randn(300, IN).to(BF16)
     torch._dynamo.mark_dynamic(x, 0, min=2, max=1024)

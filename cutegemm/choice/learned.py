@@ -130,8 +130,8 @@ def taught(footprint: Footprint, signature: Signature) -> bool:
 
     They learned from single products in fp32, tf32, bf16, e4m3 and int8, without C, bias and activation, and from e4m3
     with scales of blocks. Batches, fp16, e5m2, bias, activation and other scales run the same kernels in much the same
-    time, so they are corrected too. Gate and up have trees of their own, if any, of products without other matrix
-    operands. Groups and operands in parts are another matter. So are other programs and C on tensor cores, whose
+    time, so they are corrected too. Gate and up in halves have trees of their own, if any, of products without other
+    matrix operands. Groups and operands in parts are another matter. So are other programs and C on tensor cores, whose
     schedules hide an epilogue in different ways: 512x4096x14336 with an operand takes 86 us with cooperative tiles on
     an H200 and 91 in ping-pong, which the plain product prefers.
     """
@@ -142,7 +142,10 @@ def taught(footprint: Footprint, signature: Signature) -> bool:
 
 
 def _gates_alone(program: Program) -> bool:
-    """Whether a program of gate and up reads no further matrix, and gives one result, which it may quantize."""
+    """Whether gate and up lie in halves, and their program reads no further matrix and gives one result, which it may
+    quantize."""
+    if program.gating != "halves":
+        return False
     outputs = [each for each in program.outputs if each.reduce != ROW_BLOCKS]
     return len(outputs) == 1 and outputs[0].reduce is None and not any(each.m and each.n for each in program.inputs)
 

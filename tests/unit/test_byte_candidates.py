@@ -268,6 +268,22 @@ def test_candidates_of_cells_stand_in_the_tables_order():
     assert places == sorted(places)
 
 
+@pytest.mark.parametrize(("signature", "count"), [(ROWS, 18), (BLOCKS, 9)], ids=["rows", "blocks"])
+def test_layers_of_many_rows_have_candidates_whatever_their_cell(signature, count):
+    """A cell's shortlist is that of 16 bits."""
+    poor = byte_candidates._poor_with_blocks(signature)
+    forms = {byte_candidates._form(text, signature) for text in byte_candidates._LAYERS} - poor - {None}
+    assert len(forms) == count
+    for m, n in ((65, 512), (300, 18432), (4000, 4096)):
+        found = {text for text, _ in hopper_candidates.shortlist(signature, H200, m, n, 4096, 1)}
+        assert forms <= found
+        assert len(found) < 100
+        clusters = {HopperConfig.parse(text).cluster for text in found if "128x256" in text and text.endswith("/half")}
+        assert clusters == {(2, 1), (1, 2), (1, 1)}
+    few = {text for text, _ in hopper_candidates.shortlist(signature, H200, 32, 512, 4096, 1)}
+    assert not forms <= few
+
+
 def test_large_tiles_of_clusters_are_compared_with_scales_of_blocks_where_sums_are_short():
     def compared(signature, k):
         return {text for text, _ in hopper_candidates.shortlist(signature, H200, 256, 4096, k, 1)}

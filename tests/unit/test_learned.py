@@ -19,12 +19,13 @@ from cutegemm.choice.cost_model import Model
 from cutegemm.hardware import arch
 from cutegemm.problem import Problem
 from cutegemm.problem.epilogue import Epilogue
+from cutegemm.problem.program.quantized import quantizing
 from cutegemm.problem.program.simplify import simplified
 from cutegemm.problem.program.text import parse
 from cutegemm.tuner import timing
 from tests.unit.scaled import scaled_problem
 from tuning import learn
-from tuning.calibrate import Sample
+from tuning.calibrate import Sample, read_table
 
 ROOT = Path(learned.__file__).parents[2]
 H200 = arch.get("H200")
@@ -78,6 +79,47 @@ def test_what_was_learned_counts_for_plain_products():
     assert not _taught("sm90/128x64x64/coop2/c1x1/s2/serp8/pdl", 512, 512, 512, dtype="fp32", precision="bf16x6")
     # On CUDA cores an epilogue adds as much to each tile.
     assert _taught(ffma, 512, 512, 512, dtype="fp32", epilogue=Epilogue("fp32"))
+
+
+GATED = "gate: halves[0], up: halves[1]"
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "counts"),
+    [
+        (f"({GATED}) -> bf16", "silu(gate) * up", True),
+        (f"({GATED}, x: fp32[M, 1], y: bf16[N]) -> bf16", "silu(gate * x) * (up * x * y)", True),
+        (f"({GATED})", "silu(gate) * up", True),
+        (f"({GATED}, x: bf16[M, N]) -> bf16", "silu(gate) * up + x", False),
+        (f"({GATED}) -> (bf16, bf16)", "silu(gate) * up, gate", False),
+        ("(gate: pairs[0], up: pairs[1]) -> bf16", "silu(gate) * up", False),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
+def test_gate_and_up_have_trees_of_their_own(dtype, head, body, counts):
+    """The third program quantizes its result."""
+    text = f"sm90/128x256x{64 if dtype == 'bf16' else 128}/coop2/c1x1/s4/serp8/pdl"
+    program = simplified(parse(f"def epilogue{head}: return {body}"))
+    if "->" not in head:
+        program = quantizing(program, "bf16", "e4m3")
+    signature = Problem.of(512, 512, 512, dtype, epilogue=Epilogue(custom=program)).signature
+    shape = CUTE.footprint(CUTE.parse(text), signature, H200)
+    name = learned.name_of(shape, signature)
+    assert name == ("sm90/gated" if dtype == "bf16" else "sm90/fp8/gated")
+    assert learned.families()[name].after == "sm90"
+    assert learned.place_of(shape, signature, H200) == (learned.place(name) if counts else 0)
+    without = Problem.of(512, 512, 512, dtype).signature
+    assert learned.name_of(CUTE.footprint(CUTE.parse(text), without, H200), without) == name.removesuffix("/gated")
+
+
+def test_times_of_gate_and_up_teach_their_own_trees():
+    config = "sm90/128x128x128/coop2/c1x1/s4/serp8/pdl"
+    text = "".join(f"== 512x512x{64 * n} e4m3 {words}tn\n   1.0 10.0 90.0 {config}\n" for n, words in (
+        (1, "ieee "), (2, "ieee swiglu "), (3, "blocks swiglu "), (4, "blocks ")))  # fmt: skip
+    known = learn.times(read_table(text), H200)
+    assert {name: [p.k for p in each.problems] for name, each in known.items()} == {
+        "sm90/fp8": [64, 256], "sm90/fp8/gated": [128, 192],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("gpu", "n", "counts"), [("H200", 64, True), ("H100 SXM", 64, True), ("H200", 65, False)])

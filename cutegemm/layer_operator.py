@@ -6,6 +6,7 @@ layer costs a compiled graph more host time (docs/host.md). No gradients are rec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -127,7 +128,4 @@ torch.library.register_vmap(f"cutegemm::{NAME}", vmapped_over_input(NAME), lib=L
 @register_flop_formula(torch.ops.cutegemm.quantized_linear)
 def _flops(x_shape: Any, weight_shape: Any, *rest: Any, **options: Any) -> int:
     """2 M N K, for torch's FlopCounterMode."""
-    count = 2 * weight_shape[0]
-    for extent in x_shape:
-        count *= extent
-    return int(count)
+    return int(2 * math.prod(x_shape) * weight_shape[0])

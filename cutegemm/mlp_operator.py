@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -152,7 +153,4 @@ torch.library.register_vmap(f"cutegemm::{NAME}", vmapped_over_input(NAME), lib=L
 @register_flop_formula(torch.ops.cutegemm.quantized_mlp)
 def _flops(x_shape: Any, gate_up: Any, of_gate_up: Any, down: Any, *rest: Any, **options: Any) -> int:
     """Of both products, for torch's FlopCounterMode."""
-    count = 2 * (gate_up[0] * gate_up[1] + down[0] * down[1])
-    for extent in x_shape[:-1]:
-        count *= extent
-    return int(count)
+    return int(2 * math.prod(x_shape[:-1]) * (math.prod(gate_up) + math.prod(down)))

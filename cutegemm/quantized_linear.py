@@ -190,8 +190,7 @@ class Fp8Linear(replacing.Translating):
         """input: (..., in_features), fp16, bf16 or fp32. Returns (..., out_features) of its dtype; under autocast of
         autocast's.
         """
-        settings, tensors = self.settings, (self.weight, self.weight_scale, self.input_scale, self.bias)
-        tell = False
+        settings, tensors, tell = self.settings, self._tensors(), False
         # Dynamo is asked first, and so guards on nothing of `native`: else the extension's coming would compile again.
         if not _is_dynamo_compiling() and (serves := native.quantized_linear) is not None:
             d: torch.Tensor | None = serves(input, *tensors, settings.scaling[0], settings.activation, *settings.how)
@@ -222,6 +221,14 @@ class Fp8Linear(replacing.Translating):
         without = torch.autocast(kind, enabled=False) if by_autocast else contextlib.nullcontext()
         with torch.no_grad(), without:
             return composed(input, *tensors, settings.scaling[0], settings.activation, settings.how, tell)
+
+    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """The weight, its scale, the fixed scale of the input, and the bias."""
+        own: Any = self._buffers  # a module takes ten times as long to find an attribute there
+        try:
+            return own["weight"], own["weight_scale"], own["input_scale"], self._parameters["bias"]
+        except KeyError:  # somebody's parameter, or parametrized
+            return self.weight, self.weight_scale, self.input_scale, self.bias
 
     def dequantized(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """The weight that the layer computes with, (out_features, in_features)."""

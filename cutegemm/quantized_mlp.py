@@ -104,31 +104,22 @@ class Fp8SwiGLU(replacing.Translating):
         first, second = self._modules["gate_up"], self._modules["down"]
         if type(first) is not Fp8Linear or type(second) is not Fp8Linear:
             return None
-        one, other, of_first, of_second = first.settings, second.settings, first._buffers, second._buffers
+        one, other = first.settings, second.settings
+        *of_first, fixed, bias = first._tensors()
+        *of_second, others_fixed, others_bias = second._tensors()
         if (
             one.scaling[0] != other.scaling[0]
             or one[3:] != other[3:]  # how the products are computed
             or one.activation not in GATED
             or other.activation is not None
-            or of_first.get("input_scale") is not None
-            or of_second.get("input_scale") is not None
-            or first._parameters.get("bias") is not None
-            or second._parameters.get("bias") is not None
+            or not (fixed is others_fixed is bias is others_bias is None)
             or replacing.is_altered(first)
             or replacing.is_altered(second)
             or modules._global_forward_hooks
             or modules._global_forward_pre_hooks
         ):
             return None
-        own = (
-            of_first.get("weight"),
-            of_first.get("weight_scale"),
-            of_second.get("weight"),
-            of_second.get("weight_scale"),
-        )
-        if any(each is None for each in own):
-            return None
-        return (*own, one.scaling[0], one.activation, *one.how)
+        return (*of_first, *of_second, one.scaling[0], one.activation, *one.how)
 
     def _is_plain(self, input: torch.Tensor) -> bool:
         """Whether the layers would take this input as it is."""

@@ -373,6 +373,13 @@ def assert_same_outcome(road: Callable[[], Any]) -> None:
             assert x == y
 
 
+def assert_as_of_torch(found: torch.Tensor, want: torch.Tensor) -> None:
+    """A quantized layer's result by the stand-ins is that by torch, but for a value rounded otherwise in between."""
+    size = want.float().abs().max().item()
+    torch.testing.assert_close(found, want, rtol=0.02, atol=0.01 * size)
+    assert size > 0.1
+
+
 def assert_each_has_a_launch_of_its_own(calls: Sequence[Callable[[], Any]]) -> None:
     """Calls made one after the other, all from C++, give what each gives by Python alone."""
     with served(in_cpp=False):

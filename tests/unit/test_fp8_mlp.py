@@ -378,6 +378,10 @@ def test_what_keeps_a_product_from_quantizing(monkeypatch, found):
         assert not runs(blocks)
     blocks.down = Fp8Linear.from_linear(torch_layer.down_proj, scaling="blocks")
     assert runs(blocks)
+    del blocks.down.input_scale
+    blocks.down.input_scale = torch.nn.Parameter(torch.ones(()), requires_grad=False)
+    assert not runs(blocks)
+    blocks.down = Fp8Linear.from_linear(torch_layer.down_proj, scaling="blocks")
     blocks.down = torch.nn.Sequential(blocks.down)
     assert not runs(blocks)
     blocks.down = blocks.down[0]

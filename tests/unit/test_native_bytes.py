@@ -54,7 +54,17 @@ def scaled(**options: Any) -> Any:
     return cutegemm.gemm(VALUES, WEIGHT.t(), scale_a=ROWS, scale_b=COLUMNS, **options)
 
 
+def of_parameters() -> cutegemm.nn.Fp8Linear:
+    """A layer whose buffers somebody has made parameters."""
+    made = fixed_layer()
+    for name, each in list(made.named_buffers()):
+        delattr(made, name)
+        made.register_parameter(name, torch.nn.Parameter(each, requires_grad=False))
+    return made
+
+
 LAYER, PLAIN_LAYER, FIXED, BLOCKS = layer(), layer(False, scaling="tensor"), fixed_layer(), layer(scaling="blocks")
+OF_PARAMETERS = of_parameters()
 FAST = layer(accumulate="fast", activation="silu")
 CONSTANT = layer(constant_weight=True)
 GATED = {
@@ -102,6 +112,7 @@ SERVED: dict[str, Callable[[], Any]] = {
     "a layer of the last token": lambda: LAYER(numbers(1, 7, 64)[:, -1]),
     "the last token": lambda: cutegemm.quantize(numbers(1, 7, 64)[:, -1], E4M3),
     "a layer with a fixed scale": lambda: FIXED(X),
+    "a layer with a fixed scale, of parameters": lambda: OF_PARAMETERS(X),
     "a layer with fast sums and an activation": lambda: FAST(X),
     "a layer with a constant weight": lambda: CONSTANT(X),
     "a gated layer": lambda: GATED["rows"](X),
@@ -118,6 +129,13 @@ SERVED: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", SERVED)
 def test_calls_are_launched_from_cpp_as_python_launches_them(name):
     assert_launched_alike(SERVED[name])
+
+
+def test_buffers_that_are_parameters_count():
+    for in_cpp in (False, True):
+        with served(in_cpp):
+            for _ in range(2):
+                assert torch.equal(OF_PARAMETERS(X), FIXED(X))
 
 
 class Subclass(torch.Tensor):

@@ -105,7 +105,7 @@ sharding.handle(NAME, _compute)  # of `quantize` and `gemm`, which have rules
 
 
 def vmapped_over_input(name: str) -> Callable[..., tuple[torch.Tensor, int]]:
-    """The rule for torch.vmap of the operator `name`, of which `scaling` is an argument: over its first one alone."""
+    """The torch.vmap rule of an operator that has an argument `scaling`. Only the first argument may be mapped."""
     operator = getattr(torch.ops.cutegemm, name).default
     names = [each.name for each in operator._schema.arguments[1:]]
 
@@ -114,7 +114,7 @@ def vmapped_over_input(name: str) -> Callable[..., tuple[torch.Tensor, int]]:
             raise NotImplementedError(f"{name}: torch.vmap is supported over the input alone")
         given = dict(zip(names, others, strict=False)) | named
         samples = x.movedim(in_dims[0], 0)
-        # Each sample has a scale of its own.
+        # With one scale for a tensor each sample has a scale of its own, so the samples are computed one by one.
         if given.get("scaling") == "tensor" and given.get("input_scale") is None and len(samples):
             return torch.stack([operator(each, **given) for each in samples]), 0
         return operator(samples, **given), 0

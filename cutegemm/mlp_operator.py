@@ -18,7 +18,7 @@ from cutegemm.hardware.arch import Arch
 from cutegemm.layer_operator import GATES, backend_of, vmapped_over_input
 from cutegemm.linear import as_rows
 from cutegemm.problem import request
-from cutegemm.problem.quantization import BLOCK, FORMATS
+from cutegemm.problem.quantization import ACCEPTED, BLOCK, FORMATS
 from cutegemm.pytorch import scaled, sharding
 from cutegemm.pytorch.registering import LIBRARY, define, refuse_gradients, serve_natively
 from cutegemm.quantize import quantize
@@ -27,11 +27,15 @@ from cutegemm.run.how import How, schema
 
 NAME = "quantized_mlp"
 FUSED_ROWS = 96
-"""Rows from which on the first product quantizes the hidden layer: the fastest tiles of fewer rows have operands
-swapped, and quantize nothing (docs/fp8.md#a-hidden-layer-that-its-product-quantizes)."""
-FUSED_TILE, FUSED_SHARE = 128, 0.55
-"""Rows, and columns of the hidden layer, of a tile that quantizes, and the share of the SMs that such tiles fill at
-least: smaller results have smaller tiles, which are faster."""
+"""Rows from which on the first product may quantize the hidden layer. The fastest tiles of fewer rows have operands
+swapped, which no tile that quantizes has: on an H200 one product took 1.03 and 1.14 of the time of two steps at 64 rows
+of two shapes, and 0.91 to 0.93 at 96 and 128 (docs/fp8.md#a-hidden-layer-that-its-product-quantizes)."""
+FUSED_TILE = 128
+"""Extent of a tile that quantizes, in rows and in columns of the hidden layer."""
+FUSED_SHARE = 0.55
+"""The first product quantizes if its tiles number at least this share of the SMs. Below that, smaller tiles and a
+`quantize` are faster: on an H200, with 132 SMs, 44 to 66 tiles took 1.14 to 1.25 of the time, and 72 to 896 tiles 0.79
+to 0.98 (as above)."""
 
 
 def composed(
@@ -46,9 +50,7 @@ def composed(
     how = How(*options)
     rows, by = as_rows(x), backend_of(how.backend)
     first, second = _factor(gate_up, gate_up_scale), _factor(down, down_scale)
-    # Other hidden features leave tiles without whole blocks of columns of gate and up.
-    fits = scaling == "blocks" and gate_up.shape[1] % 16 == 0 and down.shape[1] % BLOCK == 0
-    fuses = fits and len(rows) >= FUSED_ROWS and _quantizes(x.device, how.backend, len(rows), down.shape[1])
+    fuses = _fuses(rows, gate_up, down, scaling, how.backend)
     epilogue = _quantizing(activation, x.dtype, down.dtype) if fuses else GATES[activation]
     dtype = None if fuses else x.dtype
     given = quantize(rows, gate_up.dtype, scaling, backend=by)
@@ -57,17 +59,37 @@ def composed(
     d = _product(hidden, second, how, out_dtype=x.dtype)
     if tell:
         with fused.planning():
-            steps = (
-                quantizing.launches(rows, scaling, None, by, given),
-                _launch(given, first, dtype, how, epilogue),
-                None if fuses else quantizing.launches(found, scaling, None, by, hidden),
-                _launch(hidden, second, x.dtype, how),
-            )
-            asked = x, gate_up, gate_up_scale, down, down_scale, scaling, activation, *how
-            if NotImplemented not in steps:
-                needed = steps[:2] + steps[3 if fuses else 2 :]
-                native.install_quantized_mlp(asked, None if None in needed else steps)
+            of_x = quantizing.launches(rows, scaling, None, by, given)
+            of_hidden = None if fuses else quantizing.launches(found, scaling, None, by, hidden)
+            products = _launch(given, first, dtype, how, epilogue), _launch(hidden, second, x.dtype, how)
+            if NotImplemented not in products:
+                known = None not in (of_x, *products) and (fuses or of_hidden is not None)
+                steps = (of_x, products[0], of_hidden, products[1]) if known else None
+                asked = x, gate_up, gate_up_scale, down, down_scale, scaling, activation, *how
+                native.install_quantized_mlp(asked, steps)
     return d.view(*x.shape[:-1], d.shape[-1])
+
+
+def _fuses(rows: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, scaling: str, backend: str) -> bool:
+    """Whether the first product quantizes the hidden layer.
+
+    Other in_features than multiples of 16 are padded for TMA. Other hidden features than multiples of 128 leave tiles
+    without whole blocks of columns of gate and up.
+    """
+    count, hidden = len(rows), down.shape[1]
+    if scaling != "blocks" or count < FUSED_ROWS or gate_up.shape[1] % 16 or hidden % BLOCK:
+        return False
+    return _serves(rows.device, backend, -(-count // FUSED_TILE) * -(-hidden // FUSED_TILE))
+
+
+def _serves(device: torch.device, backend: str, tiles: int) -> bool:
+    """Whether kernels for this device quantize, and so many tiles are enough for its SMs; on the CPU only with
+    backend="cute", in the emulator.
+    """
+    if device.type != "cuda":
+        return backend == "cute"
+    arch = Arch.of_device(device.index)
+    return backend in ("auto", "cute") and arch.capability == (9, 0) and tiles >= FUSED_SHARE * arch.sm_count
 
 
 def _factor(weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,33 +107,31 @@ def _launch(given: tuple[Any, Any], factor: tuple[Any, Any], dtype: Any, how: Ho
     return scaled.launch_of(a, b, of_a, of_b, None, None, dtype, how, epilogue)
 
 
-def _epilogue(activation: str, to: torch.dtype, dtype: torch.dtype) -> Callable[[Any], Any]:
+@lru_cache(maxsize=64)
+def _quantizing(activation: str, to: torch.dtype, dtype: torch.dtype) -> Callable[[Any], Any]:
     """The epilogue that gates, rounds to a dtype and quantizes. It captures no tensor: then it is traced once."""
     gate = GATES[activation]
     return lambda acc: ops.quantize(ops.cast(gate(acc), to), dtype)
 
 
-_quantizing = lru_cache(maxsize=64)(_epilogue)
-
-
-def _quantizes(device: torch.device, backend: str, rows: int, hidden: int) -> bool:
-    """Whether kernels for this device quantize such results; on the CPU with backend="cute", in the emulator."""
-    if device.type != "cuda":
-        return backend == "cute"
-    arch = Arch.of_device(device.index)
-    tiles = -(-rows // FUSED_TILE) * -(-hidden // FUSED_TILE)
-    return backend in ("auto", "cute") and arch.capability == (9, 0) and tiles >= FUSED_SHARE * arch.sm_count
-
-
-def _check(x: Any, gate_up: Any, down: Any, activation: str) -> None:
-    """Raises TypeError or ValueError naming the argument; `quantize` and `gemm` check scales and options."""
+def _check(x: Any, gate_up: Any, gate_up_scale: Any, down: Any, down_scale: Any, activation: str) -> None:
+    """Raises TypeError or ValueError naming the argument; `quantize` and `gemm` check the options."""
     if not request.is_one_of(activation, GATES):
         accepted = ", ".join(map(repr, GATES))
         raise ValueError(f"activation: got {request.shown(activation)}, accepted are {accepted}")
-    for name, weight in (("gate_up", gate_up), ("down", down)):
-        if weight.dtype not in FORMATS or weight.dim() != 2:
+    for name, weight, scale in (("gate_up", gate_up, gate_up_scale), ("down", down, down_scale)):
+        request.check_type(name, weight)
+        if weight.dtype not in FORMATS:
+            raise TypeError(f"{name}: got dtype {weight.dtype}, accepted are {ACCEPTED}")
+        if weight.dim() != 2:
+            raise ValueError(f"{name}: got shape {tuple(weight.shape)}, expected a matrix")
+        request.check_type(f"{name}_scale", scale)
+        rows, blocks = weight.shape[0], -(-weight.shape[1] // BLOCK)
+        accepted_shapes = (), (rows, 1), (-(-rows // BLOCK), blocks), (rows, blocks)
+        if scale.dtype != torch.float32 or tuple(scale.shape) not in accepted_shapes:
             raise ValueError(
-                f"{name}: got {weight.dtype} of shape {tuple(weight.shape)}, expected a matrix of fp8 or int8"
+                f"{name}_scale: got {scale.dtype} of shape {tuple(scale.shape)}, accepted are torch.float32 of the "
+                f"shapes {', '.join(map(str, dict.fromkeys(accepted_shapes)))}"
             )
     torch._check_value(
         gate_up.shape[0] == 2 * down.shape[1],
@@ -129,14 +149,14 @@ def _check(x: Any, gate_up: Any, down: Any, activation: str) -> None:
 def _compute(
     x, gate_up, gate_up_scale, down, down_scale, scaling="rows", activation="swiglu", *how, tell=False
 ) -> torch.Tensor:
-    _check(x, gate_up, down, activation)
+    _check(x, gate_up, gate_up_scale, down, down_scale, activation)
     with torch.no_grad(), torch._C._DisableAutocast():
         return composed(x, gate_up, gate_up_scale, down, down_scale, scaling, activation, *how, tell=tell)
 
 
 def _fake(x, gate_up, gate_up_scale, down, down_scale, scaling="rows", activation="swiglu", *how):
     How(*how).check()
-    _check(x, gate_up, down, activation)
+    _check(x, gate_up, gate_up_scale, down, down_scale, activation)
     return x.new_empty((*x.shape[:-1], down.shape[0]))
 
 

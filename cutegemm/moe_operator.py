@@ -65,6 +65,7 @@ def _asked(
         request.check_precision(precision)
         backends.check_name(backend)
         for name, each in (("w_gate_up", own.gate_up), ("w_down", own.down)):
+            request.check_type(name, each)
             if each.dtype not in FORMATS:
                 raise TypeError(f"{name}: got dtype {each.dtype}, accepted beside scales are {ACCEPTED}")
         check_shapes(x, experts, weights, own.gate_up, own.down)

@@ -279,9 +279,9 @@ class SwiGLU(replacing.Translating):
 
         Raises TypeError or ValueError for an input that is no such tensor.
         """
-        own = self._parameters
         if not torch.compiler.is_dynamo_compiling():
-            found = mlp.known(input, own.get("gate_up_weight"), own.get("down_weight"), self.settings)
+            weights = self._parameters.get("gate_up_weight"), self._parameters.get("down_weight")
+            found = mlp.known(input, *weights, self.settings)
             if found is not None:
                 return found
         replacing.check_input(input, self.gate_up_weight)

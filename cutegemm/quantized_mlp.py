@@ -8,7 +8,7 @@ import torch
 from torch.nn.modules import module as modules
 
 from cutegemm import native, replacing
-from cutegemm.mlp_operator import GATES as GATED
+from cutegemm.layer_operator import GATES as GATES_BY_NAME
 from cutegemm.mlp_operator import composed
 from cutegemm.problem.quantization import ACCEPTED_INPUTS, BLOCK, INPUTS
 from cutegemm.pytorch import autocast
@@ -29,10 +29,10 @@ class Fp8SwiGLU(replacing.Translating):
     Fixed scales of inputs are not taken.
 
     It is computed as one: one call of the C++ part, and one operator under torch.compile. With scales of blocks the
-    first product of `mlp_operator.FUSED_ROWS` rows, or more, gives the hidden layer in 8 bits, with its scales
-    (`ops.quantize`), where a kernel does so: on GPUs of compute capability 9.0, with in_features that 16 divides and
-    hidden_features that 128 divides. Forward hooks of the two layers, or layers of another kind in their places, keep
-    them apart.
+    first product gives the hidden layer in 8 bits, with its scales (`ops.quantize`), from `mlp_operator.FUSED_ROWS`
+    rows on, if its tiles number `FUSED_SHARE` of the SMs and a kernel can do so: on GPUs of compute capability 9.0,
+    with in_features that 16 divides and hidden_features that 128 divides. Forward hooks of the two layers, or layers of
+    another kind in their places, keep them apart.
 
     Args:
         in_features, hidden_features, out_features, device, activation: as in `SwiGLU`.
@@ -109,8 +109,8 @@ class Fp8SwiGLU(replacing.Translating):
         *of_second, others_fixed, others_bias = second._tensors()
         if (
             one.scaling[0] != other.scaling[0]
-            or one[3:] != other[3:]  # how the products are computed
-            or one.activation not in GATED
+            or (how := one.how) != other.how
+            or one.activation not in GATES_BY_NAME
             or other.activation is not None
             or not (fixed is others_fixed is bias is others_bias is None)
             or replacing.is_altered(first)
@@ -119,7 +119,7 @@ class Fp8SwiGLU(replacing.Translating):
             or modules._global_forward_pre_hooks
         ):
             return None
-        return (*of_first, *of_second, one.scaling[0], one.activation, *one.how)
+        return (*of_first, *of_second, one.scaling[0], one.activation, *how)
 
     def _is_plain(self, input: torch.Tensor) -> bool:
         """Whether the layers would take this input as it is."""

@@ -302,7 +302,8 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def is_altered(module: torch.nn.Module) -> bool:
-    """Whether somebody's hook, or somebody's own forward on the instance, would be lost with the module."""
+    """Whether somebody's hook, or somebody's own forward on the instance, would be lost with the module. `Fp8SwiGLU`
+    asks it in every call."""
     forward = module._forward_hooks or module._forward_pre_hooks
     return bool(forward or module._backward_hooks or module._backward_pre_hooks) or "forward" in module.__dict__
 

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -222,6 +223,13 @@ def tokens_in_unequal_parts(setting: Setting) -> None:
         part = distribute_tensor(x, setting.mesh, [Shard(0)])
         assert torch.equal(torch.func.functional_call(gated, parts, (part,)).full_tensor(), gated(x))
         assert torch.equal(torch.ops.cutegemm.quantized_mlp(part, *parts.values()).full_tensor(), gated(x))
+        gated = cutegemm.nn.Fp8SwiGLU(16, 128, 4, dtype="int8", scaling="blocks").to(setting.device)
+        parts = {name: distribute_tensor(each, setting.mesh, [Replicate()]) for name, each in gated.named_buffers()}
+        x = setting.integers(2 * 96 + 1, 16)
+        part = distribute_tensor(x, setting.mesh, [Shard(0)])
+        with mock.patch("cutegemm.mlp_operator._serves", return_value=True):
+            found = torch.ops.cutegemm.quantized_mlp(part, *parts.values(), "blocks").full_tensor()
+        assert torch.equal(found, gated.down(gated.gate_up(x)))
     a, b = setting.integers(3, 6, 8), setting.integers(8, 10)
     for of_a, of_b in ((Shard(0), Replicate()), (Shard(1), Shard(0)), (Replicate(), Shard(1))):
         left, right = placed(a, of_a), placed(b, of_b)

@@ -11,6 +11,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -371,6 +372,18 @@ def assert_same_outcome(road: Callable[[], Any]) -> None:
             assert torch.equal(x.float(), y.float())
         else:
             assert x == y
+
+
+def assert_needs_no_python(road: Callable[[], Any], *functions: str) -> None:
+    """Taken a third time, a road calls none of these functions: one call of the C++ part does it all."""
+    with served(in_cpp=True) as launched, contextlib.ExitStack() as patches:
+        expected = [flat(road()) for _ in range(2)][-1]
+        count = len(launched)
+        for name in functions:
+            patches.enter_context(mock.patch(name, None))
+        found = flat(road())
+        assert len(launched) > count
+        assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
 
 
 def assert_as_of_torch(found: torch.Tensor, want: torch.Tensor) -> None:

@@ -8,7 +8,7 @@
     --write   puts the constants into the package (cutegemm/data/cost_model.json) with this command in it
 
 A text table has one block a shape. Words before the majors may be the precision, or `blocks` for scales of blocks, and
-then `swiglu` for gate and up, which N counts. `ratio` is not read, and torch's time need not be there:
+then `swiglu`; N then counts the columns of gate and of up. `ratio` is not read, and torch's time need not be there:
 
     == 512x512x512 bf16 tn torch 3.65 us ...
        1.291      2.83   94.9 sm90/64x32x128/coop1/c1x1/s6/serp8/pdl       (ratio, microseconds, TFLOP/s, configuration)

@@ -128,6 +128,10 @@ class Times:
         return replace(shared, offsets=np.array([offsets[problem] for problem in shared.problems]))
 
 
+_Row = tuple[Problem, list[float], float, float, float]
+"""Of a launch its problem, traits, estimate, time and weight."""
+
+
 def times(samples: Iterable[calibrate.Sample], arch: Arch) -> dict[str, Times]:
     """The samples by kernel family. Passed over are configurations not valid today, short bursts, and what may not
     teach (`learned.taught`)."""
@@ -136,10 +140,6 @@ def times(samples: Iterable[calibrate.Sample], arch: Arch) -> dict[str, Times]:
         for name, row in _rows(fit):
             found.setdefault(name, []).append(row)
     return {name: _times(rows) for name, rows in found.items()}
-
-
-_Row = tuple[Problem, list[float], float, float, float]
-"""Of a launch its problem, traits, estimate, time and weight."""
 
 
 def _times(rows: Sequence[_Row]) -> Times:

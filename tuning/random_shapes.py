@@ -116,7 +116,8 @@ KINDS = {"sizes": sizes, "layers": layers, "others": others}
 
 
 def in_blocks(problem: Problem, program: str | None = None) -> Problem:
-    """The same to bf16, with scales of blocks: 1 x 128 of A and 128 x 128 of B. program: the name of what follows.
+    """The same to bf16, with scales of blocks: 1 x 128 of A and 128 x 128 of B. program: the name of an
+    epilogue of `tuning.epilogues` that is applied to the scaled product; None for none.
 
     Raises:
         ValueError: the dtype has no scales.

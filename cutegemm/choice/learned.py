@@ -8,7 +8,7 @@ Friedman, "Greedy function approximation", Annals of Statistics 2001; trees with
 al., "CatBoost", NeurIPS 2018.)
 
 Of the Hopper kernel in other dtypes than 16 bits there are fewer times. Their trees begin with those of 16 bits, and
-learned what these leave unexplained (`Trees.after`).
+learned what these leave unexplained (`Trees.after`). So do those of products with gate and up (`GATED`).
 
 A correction is between `Trees.least` and `MOST`, so that what was never measured is judged by the model.
 
@@ -43,7 +43,7 @@ LEAST, MOST = 0.8, 1.25
 TMA_BYTES = 16
 """What rows and addresses of operands are multiples of where TMA loads them."""
 GATED = "/gated"
-"""Behind a family's name: of its launches with gate and up."""
+"""Suffix of a family's name for the trees of its launches with gate and up."""
 MOST_FLOPS = 1e11
 """Of a product on tensor cores that trees correct; the tuner and the benchmark time larger ones in sustained blocks."""
 TRAITS = (
@@ -108,8 +108,10 @@ def place(family: str) -> int:
 
 
 def name_of(footprint: Footprint, signature: Signature) -> str:
-    """The family whose trees are about such launches: those with gate and up have one of their own."""
-    return footprint.family.name + (GATED if signature.epilogue.gating else "")
+    """The name under which trees for such launches are stored. Launches with gate and up on tensor cores have a name of
+    their own."""
+    gates = signature.epilogue.gating and signature.unit != CUDA_CORES
+    return footprint.family.name + (GATED if gates else "")
 
 
 def place_of(footprint: Footprint, signature: Signature, arch: Arch) -> int:
@@ -147,7 +149,11 @@ def _gates_alone(program: Program) -> bool:
     if program.gating != "halves":
         return False
     outputs = [each for each in program.outputs if each.reduce != ROW_BLOCKS]
-    return len(outputs) == 1 and outputs[0].reduce is None and not any(each.m and each.n for each in program.inputs)
+    return len(outputs) == 1 and outputs[0].reduce is None and not _reads_a_matrix(program)
+
+
+def _reads_a_matrix(program: Program) -> bool:
+    return any(given.m and given.n for given in program.inputs)
 
 
 def _multiplies_alone(program: Program) -> bool:
@@ -157,7 +163,7 @@ def _multiplies_alone(program: Program) -> bool:
         if node.op not in ("acc", "input", "const", "mul"):
             return False
         powers.append(sum(powers[place] for place in node.args) if node.op == "mul" else int(node.op == "acc"))
-    if len(program.outputs) != 1 or program.gating or any(given.m and given.n for given in program.inputs):
+    if len(program.outputs) != 1 or _reads_a_matrix(program):
         return False
     return program.outputs[0].reduce is None and powers[program.outputs[0].node] == 1
 

@@ -90,7 +90,8 @@ class Settings(NamedTuple):
 
 
 def known(x: Any, gate_up: Any, down: Any, settings: Settings) -> torch.Tensor | None:
-    """The MLP of x, of any dimensions, where it records nothing and the C++ part knows both products; else None."""
+    """The MLP's result by the C++ part; None where a gradient is recorded, or the C++ part was not told of a product. x
+    may have any number of dimensions."""
     if (serves := native.gated_mlp) is None or (meant := programs.meant_by(GATES[settings.activation])) is None:
         return None
     found = serves(x, gate_up, down, programs.number_of(meant), *settings.how)

@@ -272,7 +272,8 @@ def test_candidates_of_cells_stand_in_the_tables_order():
 def test_layers_of_many_rows_have_candidates_whatever_their_cell(signature, count):
     """A cell's shortlist is that of 16 bits."""
     poor = byte_candidates._poor_with_blocks(signature)
-    forms = {byte_candidates._form(text, signature) for text in byte_candidates._LAYERS} - poor - {None}
+    forms = set(byte_candidates._of_layers(signature)) - poor
+    assert forms <= set(byte_candidates.listed(signature))
     assert len(forms) == count
     for m, n in ((65, 512), (300, 18432), (4000, 4096)):
         found = {text for text, _ in hopper_candidates.shortlist(signature, H200, m, n, 4096, 1)}

@@ -66,6 +66,19 @@ def test_a_text_table():
         calibrate.read_table("nothing here")
 
 
+def test_gate_and_up_in_a_text_table():
+    row = "   1.0 10.0 90.0 sm90/128x128x128/coop2/c1x1/s4/serp8/pdl\n"
+    plain, blocks = calibrate.read_table(
+        f"== 9x256x384 e4m3 ieee swiglu tn\n{row}== 9x256x384 e4m3 blocks swiglu tn\n{row}"
+    )
+    for sample, count in ((plain, 0), (blocks, 2)):
+        program = sample.problem.epilogue.program
+        assert (sample.problem.m, sample.problem.n, sample.problem.k) == (9, 256, 384)
+        assert program.gating == "halves"
+        assert len(program.block_scales) == count
+        assert sample.problem.out_dtype == "bf16"
+
+
 @pytest.mark.parametrize("majors", ["tn", "tt", "nn", "nt"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_problem_from_its_text(majors, batch):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
+import re
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import cutegemm
 from cutegemm import mlp_operator, ops
+from cutegemm.hardware import arch
 from cutegemm.nn import Fp8Linear, Fp8SwiGLU, SwiGLU, compare, replace_linears, replace_mlps
 from cutegemm.pytorch.mlp import GATES
 
@@ -260,7 +265,7 @@ def test_a_gated_layer_alone(seed):
 
 @pytest.fixture
 def found(monkeypatch) -> list[bool]:
-    """A call's entry where its first product gave its results quantized, which is tried with every device."""
+    """One entry for each call whose first product quantizes. Every device is allowed to do so here."""
     calls: list[bool] = []
     real = mlp_operator._quantizing
 
@@ -269,8 +274,62 @@ def found(monkeypatch) -> list[bool]:
         return real(*given)
 
     monkeypatch.setattr(mlp_operator, "_quantizing", quantizing)
-    monkeypatch.setattr(mlp_operator, "_quantizes", lambda *given: True)
+    monkeypatch.setattr(mlp_operator, "_serves", lambda *given: True)
     return calls
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "tiles", "capability", "serves"),
+    [
+        ("cuda:1", "auto", 73, (9, 0), True), ("cuda:1", "cute", 73, (9, 0), True),
+        ("cuda:1", "auto", 72, (9, 0), False),
+        ("cuda:1", "torch", 99, (9, 0), False), ("cuda:1", "auto", 999, (10, 0), False), ("cpu", "cute", 1, None, True),
+        ("cpu", "auto", 999, None, False),
+    ],
+)  # fmt: skip
+def test_where_kernels_quantize_and_tiles_are_enough(monkeypatch, device, backend, tiles, capability, serves):
+    h200 = dataclasses.replace(arch.get("H200"), capability=capability)
+    monkeypatch.setattr(arch.Arch, "of_device", {1: h200}.__getitem__)
+    assert mlp_operator._serves(torch.device(device), backend, tiles) == serves
+
+
+def test_the_operator(seed):
+    torch.manual_seed(seed)
+    layer, x = Fp8SwiGLU.from_weights(*weights_of(HuggingFace())), inputs(seed)
+    given = x, *layer._as_one()
+    tests = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"  # the schema's multiplies fp8
+    torch.library.opcheck(torch.ops.cutegemm.quantized_mlp.default, given, test_utils=tests)
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        found = torch.ops.cutegemm.quantized_mlp(*given)
+    with torch.no_grad():
+        assert torch.equal(found, layer.down(layer.gate_up(x)))
+    assert counted.get_total_flops() == 2 * 15 * (2 * HIDDEN * IN + HIDDEN * OUT)
+    with pytest.raises(RuntimeError, match="x: it requires grad"):
+        torch.ops.cutegemm.quantized_mlp(x.clone().requires_grad_(), *given[1:])
+    with pytest.raises(NotImplementedError, match="over the input alone"):
+        torch.vmap(torch.ops.cutegemm.quantized_mlp, (None, 0, None, None, None))(x, given[1][None], *given[2:5])
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match="x: got shape"):
+        torch.ops.cutegemm.quantized_mlp(x[..., :7], *given[1:])
+
+
+WRONG = {
+    "gate_up_scale: got torch.float32 of shape (7, 3), accepted are torch.float32 of the shapes (), (512, 1), (4, 1)": (
+        2, torch.ones(7, 3)),
+    "down_scale: got NoneType": (4, None),
+    "down_scale: got torch.float16 of shape (96, 1)": (4, torch.ones(OUT, 1).half()),
+    "down: got dtype torch.bfloat16": (3, torch.ones(OUT, HIDDEN, dtype=BF16)),
+    "gate_up: got shape (4, 128, 128), expected a matrix": (1, torch.ones(4, 128, IN).to(E4M3)),
+    "activation: got 'relu'": (6, "relu"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_arguments_of_the_operator_that_are_wrong_are_named(message):
+    given = [inputs(0), *Fp8SwiGLU.from_weights(*weights_of(HuggingFace()))._as_one()]
+    place, wrong = WRONG[message]
+    given[place] = wrong
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        torch.ops.cutegemm.quantized_mlp(*given)
 
 
 def weights_of(layer: HuggingFace) -> list[torch.Tensor]:

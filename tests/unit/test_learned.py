@@ -79,6 +79,9 @@ def test_what_was_learned_counts_for_plain_products():
     assert not _taught("sm90/128x64x64/coop2/c1x1/s2/serp8/pdl", 512, 512, 512, dtype="fp32", precision="bf16x6")
     # On CUDA cores an epilogue adds as much to each tile.
     assert _taught(ffma, 512, 512, 512, dtype="fp32", epilogue=Epilogue("fp32"))
+    gated = simplified(parse("def epilogue(gate: halves[0], up: halves[1]) -> fp32: return silu(gate) * up"))
+    signature = Problem.of(512, 512, 512, "fp32", epilogue=Epilogue(custom=gated)).signature
+    assert learned.place_of(CUTE.footprint(CUTE.parse(ffma), signature, H200), signature, H200) == learned.place("simt")
 
 
 GATED = "gate: halves[0], up: halves[1]"

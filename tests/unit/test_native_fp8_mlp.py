@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from tests.native_cases import (
     assert_compiled_to_one_operator,
     assert_each_has_a_launch_of_its_own,
     assert_launched_alike,
+    assert_needs_no_python,
     assert_same_outcome,
     autocast,
     refuse_next,
@@ -71,6 +71,8 @@ SERVED = {name: call(made, randn(24, made.gate_up.in_features)) for name, made i
 @pytest.mark.parametrize("name", SERVED)
 def test_calls_are_launched_from_cpp_as_python_launches_them(name):
     assert_launched_alike(SERVED[name])
+    # The operator's kernel in Python calls the second of these.
+    assert_needs_no_python(SERVED[name], "cutegemm.quantized_mlp.composed", "cutegemm.mlp_operator.composed")
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -86,7 +88,7 @@ def test_the_stand_ins_compute_the_layer(name):
 @pytest.mark.parametrize("form", ["blocks", "blocks of x, rows of the weights"])
 def test_a_hidden_layer_that_the_first_product_quantizes(monkeypatch, form):
     """There is one launch less, and the result is the same."""
-    monkeypatch.setattr(mlp_operator, "_quantizes", lambda *given: True)
+    monkeypatch.setattr(mlp_operator, "_serves", lambda *given: True)
 
     def taken() -> tuple[int, torch.Tensor]:
         road = call(layer(**FORMS[form]))
@@ -122,6 +124,8 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "the operator, no such backend": lambda: by_operator(ROWS, backend="none"),
     "the operator, weights of 16 bits": lambda: by_operator(ROWS, down=randn(OUT, HIDDEN)),
     "the operator, weights that do not fit": lambda: by_operator(ROWS, down=ROWS.gate_up.weight),
+    "the operator, a scale in fp16": lambda: by_operator(ROWS, down_scale=ROWS.down.weight_scale.half()),
+    "the operator, no scale": lambda: by_operator(ROWS, gate_up_scale=None),
     "the operator, scales that do not fit": lambda: by_operator(ROWS, down_scale=ROWS.gate_up.weight_scale),
     "the operator, x that requires grad": lambda: by_operator(ROWS, X.clone().requires_grad_()),
 }  # fmt: skip
@@ -145,8 +149,6 @@ def test_calls_with_one_key_launch_one_kernel():
 def test_a_launch_that_fails_is_left_to_python(failing):
     with served(in_cpp=True) as launched:
         expected = [SERVED["rows"]() for _ in range(2)][-1]
-        with mock.patch("cutegemm.quantized_mlp.composed", None):  # so that one call of the C++ part does it all
-            assert torch.equal(SERVED["rows"](), expected)
         launched.clear()
         refuse_next.extend([-1, *[0] * failing])
         assert torch.equal(SERVED["rows"](), expected)

@@ -154,6 +154,7 @@ OTHERS = {
     "the operator, a matrix": lambda: by_operator(ROWS, down=ROWS.down_proj[0]),
     "the operator, no such backend": lambda: by_operator(ROWS, backend="none"),
     "the operator, a bias": lambda: by_operator(ROWS, b_down=OF_DOWN),
+    "the operator, no weight": lambda: by_operator(ROWS, down=None),
     "the operator, no scale": lambda: by_operator(ROWS, s_down=None),
     "the operator, scales of other rows": lambda: by_operator(ROWS, s_down=ROWS.gate_up_proj_scale),
     "the operator, a bias for others": lambda: by_operator(ROWS, b_down=OF_BOTH),

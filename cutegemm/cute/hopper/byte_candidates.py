@@ -93,8 +93,11 @@ _LAYERS = (
     "sm90/64x96x128/coop1/c1x4/s8/serp8/pdl",
     "sm90/64x64x128/coop1/c1x4/s8/serp8/pdl",
 )
-"""For promoted sums of more than `FEW_ROWS` rows, whatever their cell of `shortlists` has, which is about 16 bits. By
-the model a choice among that cell lost 2.3 % at layers of 65 to 8192 rows with scales of rows, and 0.3 % with these."""
+"""Compared for every dense product with promoted sums of more than `FEW_OF_LAYERS` rows, but for gate and up. The cells
+of `shortlists` were made for 16 bits. By the model a choice among a cell alone lost 2.3 % at layers of 65 to 8192 rows
+with scales of rows, and one among these too loses 0.5 %."""
+FEW_OF_LAYERS = 64
+"""Rows, rounded up to a power of two, up to which the cells were not looked at."""
 FEW_ROWS = 64
 """Of a group on average, rounded up to a power of two: up to here swapped tiles that hold a group were faster on an
 H200 (32 rows in 256 groups of 4096x7168 took 2.1 ms by halves, and 1.9 by tiles of 64 tokens; 64 rows in 128 groups of
@@ -137,10 +140,12 @@ _GATED = (
 """For few rows of a program with gate and up, whose swapped tiles have 128 rows a warpgroup. Without them 1, 8 and 16
 rows of 28672x4096 with scales of rows took 44, 39 and 40 us on an H200, with them 31."""
 _SMALLEST = "sm90/64x16x128/coop1/c1x1/s8/serp8/pdl"
-_LARGE_SCALED = ((128, 192), (128, 160))
-"""The only large tiles without half whose CTAs share loads that take long sums with scales of blocks, the second in
-dense products whose operands are not swapped. At 58 layers of 129 to 6000 rows on an H200 it took 0.95 to 0.97 of what
-the model expected of it, beside the other candidates; other such tiles took 1.02 to 1.19 of it."""
+_LARGE_SCALED = (128, 192)
+"""The only large tile without half whose CTAs share loads that takes long sums with scales of blocks."""
+_LARGE_SCALED_DENSE = (128, 160)
+"""The same, for dense products without swapped operands. At 58 layers of 129 to 6000 rows on an H200 this tile took
+0.95 to 0.97 of the time that the model expected, relative to the other candidates; other such tiles took 1.02 to 1.19.
+"""
 SHORT_SUM = 1024
 """Up to this K, rounded up to a power of two, large tiles of a cluster take scales of blocks as fast as others."""
 MOST_OF_TWO = 48
@@ -167,7 +172,8 @@ def listed(signature: Signature) -> tuple[str, ...]:
 
 def shortlist(signature: Signature, cell: Iterable[tuple[str, bool]], m: int, k: int) -> list[tuple[str, bool]]:
     """The listed configurations to compare where a product has about m rows and its sums are about k long, each with
-    whether K is split: all of the above, and those of a cell of `shortlists`, which names them as for 16 bits."""
+    whether K is split: of the above those that are not left out at such sizes, and those of a cell of `shortlists`,
+    which names them as for 16 bits."""
     halves = [(text, False) for text in _own(signature) if text in _HALF_IN_GROUPS]
     if signature.work != DENSE and halves and m > FEW_ROWS and not _may_refuse_halves(signature):
         return halves
@@ -178,9 +184,8 @@ def shortlist(signature: Signature, cell: Iterable[tuple[str, bool]], m: int, k:
     found += ((text, True) for text in _own(signature) if text.removesuffix("/twin") in SPLIT)
     known = _in_cells(signature)
     found += ((known[text], split) for text, split in cell if text in known)
-    if known and signature.promotion is not None and m > FEW_ROWS:
-        served = set(known.values())
-        found += ((form, False) for form in (_form(text, signature) for text in _LAYERS) if form in served)
+    if known and m > FEW_OF_LAYERS:
+        found += ((text, False) for text in _of_layers(signature))
     is_plain = signature.work == DENSE and not signature.epilogue.gating
     poor = frozenset() if k <= SHORT_SUM and is_plain else _poor_with_blocks(signature)
     return [each for each in dict.fromkeys(found) if each[0] not in poor]
@@ -201,6 +206,14 @@ def _own(signature: Signature) -> tuple[str, ...]:
         texts += _HALF if signature.work == DENSE else _HALF_IN_GROUPS
     forms = (_form(text, signature) for text in texts)
     return tuple(dict.fromkeys(form for form in forms if form is not None))
+
+
+@functools.lru_cache(maxsize=64)
+def _of_layers(signature: Signature) -> tuple[str, ...]:
+    """Those of `_LAYERS` that serve a signature; none where sums are not promoted."""
+    if signature.promotion is None:
+        return ()
+    return tuple(form for form in (_form(text, signature) for text in _LAYERS) if form is not None)
 
 
 @functools.lru_cache(maxsize=64)
@@ -254,7 +267,7 @@ def _needs_more_registers(signature: Signature) -> bool:
 def _is_poor_with_blocks(text: str, dense: bool) -> bool:
     config = HopperConfig.parse(text)
     shared = config.cluster != (1, 1) and config.bm * config.bn >= 128 * 128
-    known = _LARGE_SCALED[: None if dense and not config.swapped else 1]
+    known = (_LARGE_SCALED, _LARGE_SCALED_DENSE) if dense and not config.swapped else (_LARGE_SCALED,)
     return shared and "half" not in config.options and (config.bm, config.bn) not in known
 
 

@@ -30,9 +30,9 @@ struct ToMix {
 
   // False where Python must look at them. Leading dimensions are merged.
   bool describe() {
+    for (const at::Tensor* each : {x, experts, weights, gate_up, down, of_gate_up, of_down, scale_gate_up, scale_down})
+      if (each && (!is_plain(*each) || each->device() != x->device())) return false;
     device = x->device().index();
-    for (const at::Tensor* each : {experts, weights, gate_up, down, of_gate_up, of_down, scale_gate_up, scale_down})
-      if (each && each->device() != x->device()) return false;
     if (x->dim() == 0 || experts->sizes() != weights->sizes() || x->dim() != experts->dim() ||
         x->sizes().slice(0, x->dim() - 1) != experts->sizes().slice(0, x->dim() - 1))
       return false;
@@ -63,8 +63,7 @@ struct ToMix {
     const Found found = table_of<Mixture>().find(key(), known);
     if (found != Found::launch) return found;
     // Python computes all of it where it must enqueue one of the products.
-    for (const ProgramLaunch* each : {&known->hidden, &known->result})
-      if (!Destination().find(*each, device)) return Found::python;
+    if (!have_destinations({&known->hidden, &known->result}, device)) return Found::python;
     return launch(*known, d) ? Found::launch : Found::python;
   }
 
@@ -99,7 +98,8 @@ struct ToMix {
     };
     std::optional<Quantized> values, between;
     Matrix tokens = rows, of_tokens, of_between;
-    if (how.of_tokens && !quantize_rows(*how.of_tokens, how.dtype, device, rows, start(row_of), values, tokens, of_tokens))
+    if (how.of_tokens &&
+        !quantize_rows(*how.of_tokens, how.dtype, device, rows, start(row_of), values, tokens, of_tokens))
       return false;
     at::Tensor copies;
     for (const Launch& step : how.spreading) {

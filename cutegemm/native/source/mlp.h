@@ -1,5 +1,5 @@
-// Gated MLPs by prepared launches: cutegemm/mlp_operator.py tells of those of 8 bits, and of others `gemm` tells both
-// products.
+// Gated MLPs by prepared launches. cutegemm/mlp_operator.py tells of those of 8 bits. Of those of 16 and 32 bits `gemm`
+// tells both products.
 #pragma once
 
 #include "operator.h"
@@ -7,10 +7,10 @@
 
 namespace cutegemm {
 
-// -- 8 bits --------------------------------------------------------------------------------------------------------------
+// -- 8 bits ------------------------------------------------------------------------------------------------------------
 
-// The launches of a call, in order: those that quantize x, the first product, which gates, those that quantize the hidden
-// layer, and the second product.
+// The launches of a call, in order: those that quantize x, the first product, which gates, those that quantize the
+// hidden layer, and the second product.
 struct QuantizedMlp {
   Quantization of_x;
   ProgramLaunch hidden;
@@ -18,7 +18,7 @@ struct QuantizedMlp {
   ProgramLaunch result;
 };
 
-struct ToGate {
+struct QuantizedMlpCall {
   const at::Tensor *x = nullptr, *gate_up = nullptr, *scale_gate_up = nullptr, *down = nullptr, *scale_down = nullptr;
   Matrix rows, first, first_scale, second, second_scale;
   int scaling = -1;  // of x and of the hidden layer
@@ -27,12 +27,13 @@ struct ToGate {
 
   // False where Python must look at them. Leading dimensions of x are merged.
   bool describe() {
-    device = x->device().index();
     const auto fits = [&](const at::Tensor* tensor, Matrix& matrix) {
-      return tensor->device() == x->device() && cutegemm::describe(*tensor, matrix);
+      return cutegemm::describe(*tensor, matrix) && tensor->device() == x->device();
     };
-    return scaling >= 0 && options.known() && describe_rows(*x, rows) && rows.dim == 2 && fits(gate_up, first) &&
-           fits(scale_gate_up, first_scale) && fits(down, second) && fits(scale_down, second_scale);
+    if (scaling < 0 || !options.known() || !describe_rows(*x, rows) || rows.dim != 2) return false;
+    device = x->device().index();
+    return fits(gate_up, first) && fits(scale_gate_up, first_scale) && fits(down, second) &&
+           fits(scale_down, second_scale);
   }
 
   bool records() const { return !nothing_recorded({x, gate_up, scale_gate_up, down, scale_down}); }
@@ -50,8 +51,7 @@ struct ToGate {
     const Found found = table_of<QuantizedMlp>().find(key(), known);
     if (found != Found::launch) return found;
     // Python computes all of it where it must enqueue one of the products.
-    for (const ProgramLaunch* each : {&known->hidden, &known->result})
-      if (!Destination().find(*each, device)) return Found::python;
+    if (!have_destinations({&known->hidden, &known->result}, device)) return Found::python;
     return launch(*known, d) ? Found::launch : Found::python;
   }
 
@@ -67,11 +67,9 @@ struct ToGate {
     values = {}, scales = {};
     values.data = hidden[0].const_data_ptr();
     if (hidden.size() > 1) scales.data = hidden[1].const_data_ptr();
-    if (how.of_hidden) {
-      const Matrix wide = values;
-      if (!quantize_rows(*how.of_hidden, down->scalar_type(), device, wide, nullptr, of_hidden, values, scales))
-        return false;
-    }
+    if (how.of_hidden &&
+        !quantize_rows(*how.of_hidden, down->scalar_type(), device, values, nullptr, of_hidden, values, scales))
+      return false;
     at::DimVector shape(x->sizes());
     shape.back() = how.result.results[0].shape.back();
     if (!cutegemm::compute(
@@ -87,7 +85,7 @@ template <typename... Texts>
 at::Tensor quantized_mlp_by_operator(
     FromOperator from, const at::Tensor& x, const at::Tensor& gate_up, const at::Tensor& scale_gate_up,
     const at::Tensor& down, const at::Tensor& scale_down, Text scaling, Text activation, Texts... how) {
-  ToGate of{&x, &gate_up, &scale_gate_up, &down, &scale_down};
+  QuantizedMlpCall of{&x, &gate_up, &scale_gate_up, &down, &scale_down};
   of.scaling = scalings.find(scaling), of.options.activation = layer_activations.find(activation);
   int field = 0;
   (of.options.take(field++, how), ...);
@@ -106,9 +104,9 @@ at::Tensor quantized_mlp_by_operator(
 }
 
 // x, gate_up, scale_gate_up, down, scale_down, scaling, activation, *how
-constexpr Py_ssize_t TO_GATE = 7 + FIELDS;
+constexpr Py_ssize_t QUANTIZED_MLP_ARGUMENTS = 7 + FIELDS;
 
-inline bool read(PyObject* const* args, ToGate& of) {
+inline bool read(PyObject* const* args, QuantizedMlpCall& of) {
   const at::Tensor** tensors[] = {&of.x, &of.gate_up, &of.scale_gate_up, &of.down, &of.scale_down};
   for (size_t i = 0; i < std::size(tensors); ++i)
     if (!read_tensor(args[i], *tensors[i]) || !*tensors[i]) return false;
@@ -119,24 +117,26 @@ inline bool read(PyObject* const* args, ToGate& of) {
 // quantized_mlp(<as above>) -> D
 inline PyObject* quantized_mlp(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  ToGate of;
-  if (count != TO_GATE || state_of_thread() != Thread::plain || !read(args, of) || of.records()) Py_RETURN_NONE;
+  QuantizedMlpCall of;
+  if (count != QUANTIZED_MLP_ARGUMENTS || state_of_thread() != Thread::plain || !read(args, of) || of.records())
+    Py_RETURN_NONE;
   return answered([&](at::Tensor& d) { return of.compute(d); });
   END_HANDLE_TH_ERRORS
 }
 
-// install_quantized_mlp(<as above>, how): how is None, or (how x is quantized, the first product, None or how its result
-// is quantized, the second product), as `read_quantization` and `read_program` have them. Where the first product
+// install_quantized_mlp(<as above>, how): how is None, or (how x is quantized, the first product, None or how its
+// result is quantized, the second product), as `read_quantization` and `read_program` have them. Where the first product
 // quantizes, its second result are the scales.
 inline PyObject* install_quantized_mlp(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  ToGate of;
-  if (count != TO_GATE + 1 || !read(args, of)) Py_RETURN_FALSE;
+  QuantizedMlpCall of;
+  if (count != QUANTIZED_MLP_ARGUMENTS + 1 || !read(args, of)) Py_RETURN_FALSE;
   std::shared_ptr<QuantizedMlp> known;
-  if (args[TO_GATE] != Py_None) {
+  if (args[QUANTIZED_MLP_ARGUMENTS] != Py_None) {
     known = std::make_shared<QuantizedMlp>();
     PyObject *of_x = nullptr, *hidden = nullptr, *of_hidden = nullptr, *result = nullptr;
-    if (!PyArg_ParseTuple(args[TO_GATE], "OOOO", &of_x, &hidden, &of_hidden, &result)) throw_python_error();
+    if (!PyArg_ParseTuple(args[QUANTIZED_MLP_ARGUMENTS], "OOOO", &of_x, &hidden, &of_hidden, &result))
+      throw_python_error();
     read_quantization(of_x, known->of_x);
     read_program(hidden, known->hidden), read_program(result, known->result);
     if (of_hidden != Py_None) read_quantization(of_hidden, known->of_hidden.emplace());
@@ -148,7 +148,7 @@ inline PyObject* install_quantized_mlp(PyObject*, PyObject* const* args, Py_ssiz
   END_HANDLE_TH_ERRORS
 }
 
-// -- 16 and 32 bits ------------------------------------------------------------------------------------------------------
+// -- 16 and 32 bits ----------------------------------------------------------------------------------------------------
 
 // program: the number of the gating, an epilogue of the first product.
 struct GatedMlp {
@@ -162,7 +162,7 @@ struct GatedMlp {
   Found compute(at::Tensor& d) const {
     const at::ScalarType dtype = x->scalar_type();
     if (c10::elementSize(dtype) < 2 || gate_up->scalar_type() != dtype || down->scalar_type() != dtype)
-      return Found::python;  // which takes neither, whatever `gemm` was told of
+      return Found::python;  // `nn.SwiGLU` refuses these, also where `gemm` has a launch for them
     ToProgram first;
     Operands second;
     first.program = program, first.options = options, first.device = second.device = x->device().index();
@@ -198,7 +198,8 @@ struct GatedMlp {
   }
 
  private:
-  static inline const void* const ALIGNED = reinterpret_cast<const void*>(64);  // as a new tensor is
+  // In place of the address of a new tensor, of which a key holds the low bits alone.
+  static inline const void* const ALIGNED = reinterpret_cast<const void*>(64);
 };
 
 // gated_mlp(x, gate_up, down, program, *how) -> D

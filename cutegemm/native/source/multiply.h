@@ -35,6 +35,12 @@ struct Destination {
   }
 };
 
+// Whether all of these can be enqueued from here.
+inline bool have_destinations(std::initializer_list<const Launch*> launches, int device) {
+  return std::all_of(launches.begin(), launches.end(),
+                     [device](const Launch* each) { return Destination().find(*each, device); });
+}
+
 // Enqueues a launch on the current stream. False when Python must do it: it has no destination, or the launcher failed
 // and Python is to say why.
 inline bool enqueue(const Launch& launch, int device, Addresses addresses, c10::ArrayRef<Value> numbers) {

@@ -7,7 +7,7 @@ layer costs a compiled graph more host time (docs/host.md). No gradients are rec
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from cutegemm.gemm import gemm
 from cutegemm.linear import as_rows
 from cutegemm.problem import quantization_request, request
 from cutegemm.problem.epilogue import ACTIVATIONS
+from cutegemm.problem.quantization import ACCEPTED_INPUTS, INPUTS
 from cutegemm.pytorch import mlp, scaled, sharding
 from cutegemm.pytorch.registering import LIBRARY, define, refuse_gradients, serve_natively
 from cutegemm.quantize import quantize
@@ -72,6 +73,31 @@ def check_terms(activation: Any, bias: Any) -> None:
         )
 
 
+def check_call(x: Any, others: Mapping[str, Any], scaling: Any, how: How) -> None:
+    """Raises TypeError or ValueError naming what no layer takes. others: the further tensors, or None, by name."""
+    how.check()
+    if how.constant == "a":
+        raise ValueError("constant: got 'a', accepted are None and 'b': the call itself writes the operands a")
+    if not request.is_one_of(scaling, quantization_request.SCALINGS):
+        accepted = ", ".join(map(repr, quantization_request.SCALINGS))
+        raise ValueError(f"scaling: got {request.shown(scaling)}, accepted are {accepted}")
+    request.check_type("x", x)
+    if x.dtype not in INPUTS:
+        raise TypeError(f"x: got dtype {x.dtype}, accepted are {ACCEPTED_INPUTS}")
+    for name, each in others.items():
+        if each is not None:
+            request.check_type(name, each)
+            request.check_device(name, each, x.device, "x")
+
+
+def _check(x: Any, weight: Any, weight_scale: Any, input_scale: Any, bias: Any, scaling: Any, how: How) -> None:
+    request.check_type("weight", weight)
+    request.check_type("weight_scale", weight_scale)
+    tensors = {"weight": weight, "weight_scale": weight_scale, "input_scale": input_scale, "bias": bias}
+    check_call(x, tensors, scaling, how)
+    _check_shapes(x, weight)
+
+
 def _check_shapes(x: torch.Tensor, weight: torch.Tensor) -> None:
     torch._check_value(
         x.dim() > 0 and x.shape[-1] == weight.shape[-1],
@@ -83,15 +109,14 @@ def _compute(
     x, weight, weight_scale, input_scale=None, bias=None, scaling="rows", activation=None, *how, tell=False
 ) -> torch.Tensor:
     check_terms(activation, bias)
-    _check_shapes(x, weight)
+    _check(x, weight, weight_scale, input_scale, bias, scaling, How(*how))
     with torch.no_grad(), torch._C._DisableAutocast():
         return composed(x, weight, weight_scale, input_scale, bias, scaling, activation, How(*how), tell)
 
 
 def _fake(x, weight, weight_scale, input_scale=None, bias=None, scaling="rows", activation=None, *how):
-    How(*how).check()
     check_terms(activation, bias)
-    _check_shapes(x, weight)
+    _check(x, weight, weight_scale, input_scale, bias, scaling, How(*how))
     return x.new_empty((*x.shape[:-1], weight.shape[0] // (2 if activation in GATES else 1)))
 
 
@@ -114,6 +139,8 @@ def vmapped_over_input(name: str) -> Callable[..., tuple[torch.Tensor, int]]:
             raise NotImplementedError(f"{name}: torch.vmap is supported over the input alone")
         given = dict(zip(names, others, strict=False)) | named
         samples = x.movedim(in_dims[0], 0)
+        if samples.dim() == 1:
+            raise ValueError("x: got shape () in torch.vmap, expected (..., in_features)")
         # With one scale for a tensor each sample has a scale of its own, so the samples are computed one by one.
         if given.get("scaling") == "tensor" and given.get("input_scale") is None and len(samples):
             return torch.stack([operator(each, **given) for each in samples]), 0

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 from cutegemm import native, ops
 from cutegemm.gemm import gemm
 from cutegemm.hardware.arch import Arch
-from cutegemm.layer_operator import GATES, backend_of, vmapped_over_input
+from cutegemm.layer_operator import GATES, backend_of, check_call, vmapped_over_input
 from cutegemm.linear import as_rows
 from cutegemm.problem import request
 from cutegemm.problem.quantization import ACCEPTED, BLOCK, FORMATS
@@ -48,6 +48,7 @@ def composed(
     part asks how all is launched.
     """
     how = How(*options)
+    _check(x, gate_up, gate_up_scale, down, down_scale, scaling, activation, how)
     rows, by = as_rows(x), backend_of(how.backend)
     first, second = _factor(gate_up, gate_up_scale), _factor(down, down_scale)
     fuses = _fuses(rows, gate_up, down, scaling, how.backend)
@@ -114,18 +115,22 @@ def _quantizing(activation: str, to: torch.dtype, dtype: torch.dtype) -> Callabl
     return lambda acc: ops.quantize(ops.cast(gate(acc), to), dtype)
 
 
-def _check(x: Any, gate_up: Any, gate_up_scale: Any, down: Any, down_scale: Any, activation: str) -> None:
-    """Raises TypeError or ValueError naming the argument; `quantize` and `gemm` check the options."""
+def _check(
+    x: Any, gate_up: Any, gate_up_scale: Any, down: Any, down_scale: Any, scaling: str, activation: str, how: How
+) -> None:
+    """Raises TypeError or ValueError naming the argument."""
+    tensors = {"gate_up": gate_up, "gate_up_scale": gate_up_scale, "down": down, "down_scale": down_scale}
+    for name, each in tensors.items():
+        request.check_type(name, each)
+    check_call(x, tensors, scaling, how)
     if not request.is_one_of(activation, GATES):
         accepted = ", ".join(map(repr, GATES))
         raise ValueError(f"activation: got {request.shown(activation)}, accepted are {accepted}")
     for name, weight, scale in (("gate_up", gate_up, gate_up_scale), ("down", down, down_scale)):
-        request.check_type(name, weight)
         if weight.dtype not in FORMATS:
             raise TypeError(f"{name}: got dtype {weight.dtype}, accepted are {ACCEPTED}")
         if weight.dim() != 2:
             raise ValueError(f"{name}: got shape {tuple(weight.shape)}, expected a matrix")
-        request.check_type(f"{name}_scale", scale)
         rows, blocks = weight.shape[0], -(-weight.shape[1] // BLOCK)
         accepted_shapes = (), (rows, 1), (-(-rows // BLOCK), blocks), (rows, blocks)
         if scale.dtype != torch.float32 or tuple(scale.shape) not in accepted_shapes:
@@ -149,14 +154,12 @@ def _check(x: Any, gate_up: Any, gate_up_scale: Any, down: Any, down_scale: Any,
 def _compute(
     x, gate_up, gate_up_scale, down, down_scale, scaling="rows", activation="swiglu", *how, tell=False
 ) -> torch.Tensor:
-    _check(x, gate_up, gate_up_scale, down, down_scale, activation)
     with torch.no_grad(), torch._C._DisableAutocast():
         return composed(x, gate_up, gate_up_scale, down, down_scale, scaling, activation, *how, tell=tell)
 
 
 def _fake(x, gate_up, gate_up_scale, down, down_scale, scaling="rows", activation="swiglu", *how):
-    How(*how).check()
-    _check(x, gate_up, gate_up_scale, down, down_scale, activation)
+    _check(x, gate_up, gate_up_scale, down, down_scale, scaling, activation, How(*how))
     return x.new_empty((*x.shape[:-1], down.shape[0]))
 
 

@@ -88,11 +88,10 @@ class Fp8SwiGLU(replacing.Translating):
             d: torch.Tensor | None = serves(input, *asked)
             if d is not None and not (tell := d is NotImplemented):
                 return d
-        if asked is not None:
-            replacing.check_input(input, asked[0])
         if asked is None or not self._is_plain(input):
             apart: torch.Tensor = self.down(self.gate_up(input))  # which also say what is wrong with it
             return apart
+        replacing.check_input(input, asked[0])
         if compiling or is_beyond_autograd(input):
             made: torch.Tensor = torch.ops.cutegemm.quantized_mlp(input, *asked)
             return made
@@ -101,7 +100,7 @@ class Fp8SwiGLU(replacing.Translating):
 
     def _as_one(self) -> tuple[Any, ...] | None:
         """The arguments of the operator behind x; None where the two layers are not what they were made as."""
-        first, second = self._modules["gate_up"], self._modules["down"]
+        first, second = self._modules.get("gate_up"), self._modules.get("down")
         if type(first) is not Fp8Linear or type(second) is not Fp8Linear:
             return None
         one, other = first.settings, second.settings
@@ -124,7 +123,9 @@ class Fp8SwiGLU(replacing.Translating):
     def _is_plain(self, input: torch.Tensor) -> bool:
         """Whether the layers would take this input as it is."""
         return (
-            input.dim() > 0
+            isinstance(input, torch.Tensor)
+            and not input.is_nested
+            and input.dim() > 0
             and input.shape[-1] == self.gate_up.in_features
             and input.dtype in INPUTS
             and not (input.requires_grad and torch.is_grad_enabled())

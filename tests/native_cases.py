@@ -246,7 +246,7 @@ class TorchKernel(StandaloneKernel):
         if epilogue.custom is not None:
             operands = [self._operand(each, given, batch, m, n) for each in epilogue.custom.inputs]
             results = evaluate(epilogue.custom, z, operands, dtype=FP32)
-            d.copy_(results[0])
+            d.copy_(results[0] if d.dtype.is_floating_point else results[0].round().clamp(-128, 127))
             self._put_scales(given, results[1:])
             for number, (result, output) in enumerate(zip(results[1:], epilogue.custom.outputs[1:], strict=True), 1):
                 if output.reduce is None:

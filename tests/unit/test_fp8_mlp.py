@@ -310,6 +310,38 @@ def test_the_operator(seed):
         torch.vmap(torch.ops.cutegemm.quantized_mlp, (None, 0, None, None, None))(x, given[1][None], *given[2:5])
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match="x: got shape"):
         torch.ops.cutegemm.quantized_mlp(x[..., :7], *given[1:])
+    with pytest.raises(ValueError, match=r"x: got shape \(\) in torch.vmap"):
+        torch.vmap(lambda sample: torch.ops.cutegemm.quantized_mlp(sample, *given[1:]))(x[0, 0])
+
+
+def test_layers_as_leaves_of_a_trace(seed):
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module: torch.nn.Module, name: str) -> bool:
+            return isinstance(module, Fp8Linear) or super().is_leaf_module(module, name)
+
+    layer, x = Fp8SwiGLU.from_weights(*weights_of(HuggingFace())), inputs(seed)
+    traced = torch.fx.GraphModule(layer, Tracer().trace(layer))
+    with torch.no_grad():
+        assert torch.equal(traced(x), layer(x))
+
+
+@pytest.mark.parametrize("part", ["gate_up", "down"])
+def test_a_part_that_was_left_on_the_meta_device(part):
+    layer = Fp8SwiGLU.from_weights(*weights_of(HuggingFace()))
+    own = getattr(layer, part)
+    own.weight = own.weight.to("meta")
+    torch._dynamo.reset()
+    for run in (layer, torch.compile(layer, backend="eager"), torch.vmap(layer)):
+        with torch.no_grad(), pytest.raises((ValueError, RuntimeError), match=r"it is on (meta|cpu)"):
+            run(inputs(0))
+
+
+def test_a_child_that_is_no_module():
+    layer, x = Fp8SwiGLU.from_weights(*weights_of(HuggingFace())), inputs(0)
+    want, down = layer(x), layer.down
+    del layer.down
+    layer.__dict__["down"] = down.forward
+    assert torch.equal(layer(x), want)
 
 
 WRONG = {
@@ -320,6 +352,11 @@ WRONG = {
     "down: got dtype torch.bfloat16": (3, torch.ones(OUT, HIDDEN, dtype=BF16)),
     "gate_up: got shape (4, 128, 128), expected a matrix": (1, torch.ones(4, 128, IN).to(E4M3)),
     "activation: got 'relu'": (6, "relu"),
+    "scaling: got 'columns'": (5, "columns"),
+    "x: got dtype torch.float64": (0, torch.ones(5, IN, dtype=torch.float64)),
+    "down_scale: it is on meta": (4, torch.ones((), device="meta")),
+    "precision: got 'tf64'": (7, "tf64"),
+    "constant: got 'a', accepted are None and 'b'": (10, "a"),
 }  # fmt: skip
 
 
@@ -329,6 +366,8 @@ def test_arguments_of_the_operator_that_are_wrong_are_named(message):
     place, wrong = WRONG[message]
     given[place] = wrong
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        torch.ops.cutegemm.quantized_mlp(*given)
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises((TypeError, ValueError), match=re.escape(message)):
         torch.ops.cutegemm.quantized_mlp(*given)
 
 

@@ -5,7 +5,8 @@ cheapest configuration of every candidate of `cute` counts, with the splits of K
 cheapest are checked and timed in turns with torch, captured and L2-cold. So are `--more` of them with the model's next
 best splits, which teaches what splits cost, and those of `--also`, whose splits are powers of two. With `--chosen` so
 is what the choice takes for a shape that nobody measured. With `--tiles` the cheapest of each tile and schedule counts,
-instead of each candidate. `--scaling blocks` is for fp8 and int8. Products of more than `SUSTAINED_FLOPS`, which bring
+instead of each candidate. `--scaling blocks` is for fp8 and int8. With `--epilogue swiglu` N counts the columns of gate
+and of up, and torch multiplies, then gates. Products of more than `SUSTAINED_FLOPS`, which bring
 tensor cores to the power limit, are timed in blocks of `BLOCK_SECONDS`, in two rounds. Printed is a text table for
 `tuning.calibrate` and `tuning.learn`, a block a shape. What is wrong or fails is named in it, and has no time. The exit
 status is 1 if a shape has no times.
@@ -116,7 +117,9 @@ def block(problem: Problem, candidates: Sequence[Candidate], timer: Timer, pool:
         return "\n".join([f"# {problem}: nothing to time", *lines])
     base = found.pop(TORCH)
     signature, sizes = problem.signature, f"{problem.m}x{problem.n}x{problem.k}"
-    kind = calibrate.IN_BLOCKS if signature.epilogue.custom is not None else signature.precision
+    kind = calibrate.IN_BLOCKS if signature.epilogue.program.block_scales else signature.precision
+    if signature.epilogue.gating:
+        kind += f" {calibrate.GATED}"
     lines.append(f"== {sizes} {signature.dtype} {kind} {signature.majors} torch {base * 1e6:.2f} us")
     for (_, text), seconds in sorted(found.items(), key=lambda item: item[1]):
         rate = problem.flops / seconds * 1e-12
@@ -167,6 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
     made.add_argument("--dtype", default="bf16", choices=PRODUCTS)
     made.add_argument("--precision", default="ieee", choices=PRECISIONS, help="tf32 of fp32, fast of fp8")
     made.add_argument("--scaling", choices=(calibrate.IN_BLOCKS,), help="scales of 1 x 128 of A and 128 x 128 of B")
+    made.add_argument("--epilogue", choices=(calibrate.GATED,), help="of each product; by default none")
     made.add_argument(
         "--majors",
         type=_majors,
@@ -199,8 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
                 for number, each in enumerate(majors)
             ]
             problems = [problem for of_each in zip(*by_majors, strict=True) for problem in of_each]
-            if options.scaling:
-                problems = list(map(random_shapes.in_blocks, problems))
+            problems = [random_shapes.followed(each, options.epilogue, bool(options.scaling)) for each in problems]
             wanted = options.best, options.also
             others = options.more, options.tiles, options.chosen
             for text in table(problems, *wanted, machine, options.rounds, *others):

@@ -115,9 +115,29 @@ def others(
 KINDS = {"sizes": sizes, "layers": layers, "others": others}
 
 
+def followed(problem: Problem, program: str | None, blocks: bool = False) -> Problem:
+    """The same product with an epilogue. program: a name of `tuning.epilogues`, None for none. blocks: with scales of
+    blocks, as `in_blocks`; then the program has no operands.
+
+    Raises:
+        ValueError: the dtype has no scales, or the program does not go with these sizes.
+    """
+    from tuning import epilogues
+
+    if blocks:
+        return in_blocks(problem, program)
+    if program is None:
+        return problem
+    (named,) = epilogues.named(program)
+    signature = problem.signature
+    return epilogues.problem(
+        named, problem.m, problem.n, problem.k, problem.dtype, majors=signature.majors, precision=signature.precision
+    )
+
+
 def in_blocks(problem: Problem, program: str | None = None) -> Problem:
-    """The same to bf16, with scales of blocks: 1 x 128 of A and 128 x 128 of B. program: the name of an
-    epilogue of `tuning.epilogues` that is applied to the scaled product; None for none.
+    """The same to bf16, with scales of blocks: 1 x 128 of A and 128 x 128 of B. program: the name of an epilogue of
+    `tuning.epilogues` that is applied to the scaled product; None for none.
 
     Raises:
         ValueError: the dtype has no scales.

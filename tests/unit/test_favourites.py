@@ -57,11 +57,18 @@ def test_shapes_of_other_kinds_are_drawn_with_aligned_rows_and_timed_as_such(mon
         (["--dtype", "fp32"], [("fp32", "ieee", majors) for majors in ("tn", "tt", "nn", "nt")]),
         (["--dtype", "e4m3", "--scaling", "blocks"], [("e4m3", "ieee", "tn")]),
         (["--dtype", "int8", "--scaling", "blocks"], [("int8", "ieee", "tn")]),
+        (
+            ["--dtype", "bf16", "--epilogue", "swiglu", "--majors", "tn,nn"],
+            [("bf16", "ieee", "tn"), ("bf16", "ieee", "nn")],
+        ),
+        (["--dtype", "e4m3", "--epilogue", "swiglu"], [("e4m3", "ieee", "tn")]),
+        (["--dtype", "e4m3", "--scaling", "blocks", "--epilogue", "swiglu"], [("e4m3", "ieee", "tn")]),
     ):
         timer.opened.clear()
         favourites.main([*options, "--count", "1", "--best", "1"])
         assert [(p.dtype, p.precision, p.signature.majors) for p in timer.opened] == kinds
         assert all(("--scaling" in options) == bool(p.epilogue.program.block_scales) for p in timer.opened)
+        assert all(("--epilogue" in options) == (p.epilogue.gating == "halves") for p in timer.opened)
         samples = calibrate.read_table(capsys.readouterr().out)
         assert [sample.problem for sample in samples] == timer.opened
     for wrong, said in (

@@ -31,8 +31,8 @@ class Fp8SwiGLU(replacing.Translating):
     It is computed as one: one call of the C++ part, and one operator under torch.compile. With scales of blocks the
     first product gives the hidden layer in 8 bits, with its scales (`ops.quantize`), from `mlp_operator.FUSED_ROWS`
     rows on, if its tiles number `FUSED_SHARE` of the SMs and a kernel can do so: on GPUs of compute capability 9.0,
-    with in_features that 16 divides and hidden_features that 128 divides. Forward hooks of the two layers, or layers of
-    another kind in their places, keep them apart.
+    with in_features that 16 divides and hidden_features that 128 divides. If a layer has a forward hook, or was
+    replaced by one of another class, the two layers run separately.
 
     Args:
         in_features, hidden_features, out_features, device, activation: as in `SwiGLU`.

@@ -150,7 +150,7 @@ def _times(rows: Sequence[_Row]) -> Times:
 
 
 def _rows(fit: calibrate.Fit) -> Iterator[tuple[str, _Row]]:
-    """The launches of one set of constants, each with the name of the family whose trees it teaches."""
+    """Yields (family, launch) for each measured launch of `fit`: the name of the family whose trees learn from it."""
     for (problem, burst), rows in fit.shapes.items():
         if burst or not min(problem.evened) or not _teaches(problem, rows[0][0]):
             continue

@@ -131,11 +131,11 @@ def taught(footprint: Footprint, signature: Signature) -> bool:
     """Whether trees may learn from times of such launches, and correct the estimates of such launches.
 
     They learned from single products in fp32, tf32, bf16, e4m3 and int8, without C, bias and activation, and from e4m3
-    with scales of blocks. Batches, fp16, e5m2, bias, activation and other scales run the same kernels in much the same
-    time, so they are corrected too. Gate and up in halves have trees of their own, if any, of products without other
-    matrix operands. Groups and operands in parts are another matter. So are other programs and C on tensor cores, whose
-    schedules hide an epilogue in different ways: 512x4096x14336 with an operand takes 86 us with cooperative tiles on
-    an H200 and 91 in ping-pong, which the plain product prefers.
+    with scales of blocks. Batches, fp16, e5m2, bias, activation and other scales, which taught nothing, are corrected
+    too: they run the same kernels in much the same time. Gate and up in halves have trees of their own, if any, of
+    products without other matrix operands. Groups and operands in parts are another matter. So are other programs and C
+    on tensor cores, whose schedules hide an epilogue in different ways: 512x4096x14336 with an operand takes 86 us with
+    cooperative tiles on an H200 and 91 in ping-pong, which the plain product prefers.
     """
     epilogue = signature.epilogue
     is_known = _gates_alone if epilogue.gating else _multiplies_alone

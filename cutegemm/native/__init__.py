@@ -1,11 +1,11 @@
 """Host code in C++ for repeated calls of plain CUDA tensors, and Python where it is not there; see docs/host.md.
 
-`gemm`, `linear`, `grouped_gemm`, `quantize`, `nn.SwiGLU`, `nn.Fp8Linear`, `nn.Fp8SwiGLU`, `moe` and `nn.Fp8MoE` ask
-the functions here first. They find a call's prepared launches by what the call looks like and enqueue them, or answer
-None: then Python computes, as it does for all that is new or unusual. The operators torch.ops.cutegemm.gemm,
-gemm_program, grouped_gemm, scaled_gemm, quantize, quantize_given, quantized_linear, quantized_mlp and moe are served in
-the same way. The extension is compiled against the torch that is installed, once, by a thread in the background that
-the first call of a kernel starts; no call waits for it.
+`gemm`, `linear`, `grouped_gemm`, `quantize`, `nn.SwiGLU`, `nn.Fp8Linear`, `nn.Fp8SwiGLU`, `moe` and `nn.Fp8MoE` ask the
+functions here first. These look up the launches that were prepared for a call with such shapes, dtypes and options. If
+there are any, they enqueue them. Otherwise they return None, and Python computes the call. The operators
+torch.ops.cutegemm.gemm, gemm_program, grouped_gemm, scaled_gemm, quantize, quantize_given, quantized_linear,
+quantized_mlp and moe are served in the same way. The extension is compiled against the torch that is installed, once,
+by a thread in the background that the first call of a kernel starts; no call waits for it.
 
 Python tells it what may be done in its place: `install` of a launch that was planned, `forget` when plans are dropped,
 `lend` of a workspace and `take_back`.

@@ -94,7 +94,10 @@ def known(x: Any, gate_up: Any, down: Any, settings: Settings) -> torch.Tensor |
     may have any number of dimensions."""
     if (serves := native.gated_mlp) is None or (meant := programs.meant_by(GATES[settings.activation])) is None:
         return None
-    found = serves(x, gate_up, down, programs.number_of(meant), *settings.how)
+    how = settings.how
+    if how.precision is None and float32.in_use:
+        how = how._replace(precision=float32.default(x, how.backend))
+    found = serves(x, gate_up, down, programs.number_of(meant), *how)
     return found if isinstance(found, torch.Tensor) else None
 
 

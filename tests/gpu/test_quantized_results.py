@@ -111,5 +111,5 @@ def test_a_gated_mlp(monkeypatch):
         for run in (layer, torch.compile(layer, fullgraph=True)):
             for _ in range(3):
                 torch.testing.assert_close(run(x), fused, rtol=0, atol=0)
-        assert asked == [("swiglu", BF16, torch.float8_e4m3fn)]  # the C++ part has launched all others
+        assert asked == [("swiglu", BF16, torch.float8_e4m3fn)]  # all later calls were launched by C++
     assert float((fused - apart).float().norm() / apart.float().norm()) < 1e-3

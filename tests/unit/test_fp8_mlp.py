@@ -281,8 +281,8 @@ def found(monkeypatch) -> list[bool]:
 @pytest.mark.parametrize(
     ("device", "backend", "tiles", "capability", "serves"),
     [
-        ("cuda:1", "auto", 73, (9, 0), True), ("cuda:1", "cute", 73, (9, 0), True),
-        ("cuda:1", "auto", 72, (9, 0), False),
+        ("cuda:1", "auto", 72, (9, 0), True), ("cuda:1", "cute", 72, (9, 0), True),
+        ("cuda:1", "auto", 71, (9, 0), False),
         ("cuda:1", "torch", 99, (9, 0), False), ("cuda:1", "auto", 999, (10, 0), False), ("cpu", "cute", 1, None, True),
         ("cpu", "auto", 999, None, False),
     ],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ import torch
 import cutegemm
 from cutegemm import native, ops
 from cutegemm.run import float32, fused
+from cutegemm.run.how import How
 from tests.native_cases import (
     BF16,
     BIAS,
@@ -40,6 +42,7 @@ INT8 = numbers(24, 64).to(torch.int8)
 ROWS, INTEGERS = numbers(24, 1, dtype=FP32), torch.arange(16, dtype=torch.int32)
 PROGRAM = cutegemm.trace_epilogue(lambda acc, c: ops.silu(acc) * c, (C,))
 MLP, MLP32 = cutegemm.nn.SwiGLU(40, 16, 24, dtype=BF16), cutegemm.nn.SwiGLU(40, 16, 24, activation="gelu")
+OWN_MLP32 = cutegemm.nn.SwiGLU(40, 16, 24, backend="cute")
 CONSTANT_MLP = cutegemm.nn.SwiGLU(40, 16, dtype=BF16, activation="relu", constant_weights=True)
 TEXT = cutegemm.trace_epilogue(lambda acc, c, x, i: acc * x + c + i, (C, 2.0, 3)).text
 
@@ -89,6 +92,7 @@ SERVED: dict[str, Callable[[], Any]] = {
     "a gated MLP of four": lambda: torch.no_grad()(MLP)(BATCH[None]),
     "a gated MLP of a vector": lambda: torch.no_grad()(MLP)(A[0]),
     "a gated MLP in fp32": lambda: torch.no_grad()(MLP32)(A.float()),
+    "a gated MLP in fp32, in tf32 by default": lambda: _in_precision_by_default(),
     "a gated MLP with constant weights": lambda: torch.no_grad()(CONSTANT_MLP)(A),
     "a gated MLP in inference mode": lambda: torch.inference_mode()(MLP)(A),
 }  # fmt: skip
@@ -99,6 +103,18 @@ def _below_autograd(*arguments: Any) -> Any:
         return torch.ops.cutegemm.gemm_program(*arguments)
 
 
+@contextlib.contextmanager
+def _tf32_by_default() -> Iterator[None]:
+    """What set_float32_precision("tf32") does, but for what is not undone."""
+    with mock.patch.object(float32, "in_use", True), mock.patch.object(float32, "_of_process", "tf32"):
+        yield
+
+
+def _in_precision_by_default() -> torch.Tensor:
+    with _tf32_by_default(), torch.no_grad():
+        return OWN_MLP32(A.float())
+
+
 @pytest.mark.parametrize("name", SERVED)
 def test_programs_are_launched_from_cpp_as_python_launches_them(name):
     assert_launched_alike(SERVED[name])
@@ -107,6 +123,14 @@ def test_programs_are_launched_from_cpp_as_python_launches_them(name):
 @pytest.mark.parametrize("name", [name for name in SERVED if name.startswith("a gated MLP")])
 def test_a_gated_mlp_is_one_call_of_the_cpp_part(name):
     assert_needs_no_python(SERVED[name], "cutegemm.pytorch.mlp.gated_mlp")
+
+
+def test_a_gated_mlp_asks_the_cpp_part_for_the_precision_by_default():
+    given = []
+    with mock.patch.object(native, "gated_mlp", lambda *each: given.append(each)), torch.no_grad():
+        OWN_MLP32(A.float())
+        _in_precision_by_default()
+    assert [How(*each[4:]).precision for each in given] == [None, "tf32"]
 
 
 def _meaning_that_changes() -> list[torch.Tensor]:
@@ -203,8 +227,7 @@ def _in_tf32() -> torch.Tensor:
     wide = cutegemm.nn.SwiGLU.from_weights(STACKED.float(), STACKED.float(), numbers(16, 32, dtype=FP32))
     with torch.no_grad():
         first = wide(A.float())
-        # What set_float32_precision("tf32") does, but for what is not undone.
-        with mock.patch.object(float32, "in_use", True), mock.patch.object(float32, "_of_process", "tf32"):
+        with _tf32_by_default():
             return torch.stack((first, wide(A.float())))
 
 

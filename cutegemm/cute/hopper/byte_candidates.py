@@ -94,10 +94,10 @@ _LAYERS = (
     "sm90/64x64x128/coop1/c1x4/s8/serp8/pdl",
 )
 """Compared for every dense product with promoted sums of more than `FEW_OF_LAYERS` rows, but for gate and up. The cells
-of `shortlists` were made for 16 bits. By the model a choice among a cell alone lost 2.3 % at layers of 65 to 8192 rows
-with scales of rows, and one among these too loses 0.5 %."""
+of `shortlists` were made for 16 bits, so that they lack tiles that are fast in fp8. By the model a choice among a cell
+alone lost 2.3 % at layers of 65 to 8192 rows with scales of rows, and one among these too loses 0.5 %."""
 FEW_OF_LAYERS = 64
-"""Rows, rounded up to a power of two, up to which the cells were not looked at."""
+"""Products of up to so many rows, rounded up to a power of two, do not compare `_LAYERS`: their cells are unchecked."""
 FEW_ROWS = 64
 """Of a group on average, rounded up to a power of two: up to here swapped tiles that hold a group were faster on an
 H200 (32 rows in 256 groups of 4096x7168 took 2.1 ms by halves, and 1.9 by tiles of 64 tokens; 64 rows in 128 groups of
@@ -210,7 +210,7 @@ def _own(signature: Signature) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _of_layers(signature: Signature) -> tuple[str, ...]:
-    """Those of `_LAYERS` that serve a signature; none where sums are not promoted."""
+    """The configurations of `_LAYERS` that can run this signature; none unless its sums are promoted."""
     if signature.promotion is None:
         return ()
     return tuple(form for form in (_form(text, signature) for text in _LAYERS) if form is not None)

@@ -1,5 +1,5 @@
-// Gated MLPs by prepared launches. cutegemm/mlp_operator.py tells of those of 8 bits. Of those of 16 and 32 bits `gemm`
-// tells both products.
+// Gated MLPs by prepared launches. cutegemm/mlp_operator.py tells of those of 8 bits. For MLPs of 16 and 32 bits `gemm`
+// tells of both products.
 #pragma once
 
 #include "operator.h"
@@ -25,7 +25,7 @@ struct QuantizedMlpCall {
   Options options;
   int device = 0;
 
-  // False where Python must look at them. Leading dimensions of x are merged.
+  // Returns false if Python must handle this call. Leading dimensions of x are merged.
   bool describe() {
     const auto fits = [&](const at::Tensor* tensor, Matrix& matrix) {
       return cutegemm::describe(*tensor, matrix) && tensor->device() == x->device();
@@ -41,7 +41,7 @@ struct QuantizedMlpCall {
   Key key() const {
     Key made;
     made.add(scaling | (options.activation << 8), device, options);
-    made.add(rows, 63);  // as `key_of` of what is quantized
+    made.add(rows, 63);  // the mask that `key_of` has for ToQuantize
     for (const Matrix* each : {&first, &first_scale, &second, &second_scale}) made.add(*each, 15);
     return made;
   }
@@ -50,7 +50,7 @@ struct QuantizedMlpCall {
     Table<QuantizedMlp>::Known known;
     const Found found = table_of<QuantizedMlp>().find(key(), known);
     if (found != Found::launch) return found;
-    // Python computes all of it where it must enqueue one of the products.
+    // If Python has to launch one of the products, it computes the whole MLP.
     if (!have_destinations({&known->hidden, &known->result}, device)) return Found::python;
     return launch(*known, d) ? Found::launch : Found::python;
   }
@@ -126,7 +126,7 @@ inline PyObject* quantized_mlp(PyObject*, PyObject* const* args, Py_ssize_t coun
 
 // install_quantized_mlp(<as above>, how): how is None, or (how x is quantized, the first product, None or how its
 // result is quantized, the second product), as `read_quantization` and `read_program` have them. Where the first product
-// quantizes, its second result are the scales.
+// quantizes, its second result is the scales.
 inline PyObject* install_quantized_mlp(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   QuantizedMlpCall of;
@@ -167,8 +167,7 @@ struct GatedMlp {
     Operands second;
     first.program = program, first.options = options, first.device = second.device = x->device().index();
     if (!describe_rows(*x, first.a) || !describe(*gate_up, first.b) || !describe(*down, second.b) || first.a.dim != 2 ||
-        first.b.dim != 2 || second.b.dim != 2 || gate_up->device() != x->device() || down->device() != x->device() ||
-        (leaves_float32 && options.how[PRECISION] == 0 && dtype == at::ScalarType::Float))
+        first.b.dim != 2 || second.b.dim != 2 || gate_up->device() != x->device() || down->device() != x->device())
       return Found::python;
     first.b = first.b.turned(), second.b = second.b.turned();
     Key key;

@@ -77,7 +77,7 @@ struct Quantized {
 };
 
 // The values and scales of rows as a step of a larger call. row_of: of each slot its row, if the results are those of all
-// slots. False where Python must launch it. `rows` may be the very matrix `values`.
+// slots. Returns false if Python must launch it. `rows` may be the very matrix `values`.
 inline bool quantize_rows(
     const Quantization& how, at::ScalarType dtype, int device, Matrix rows, const void* row_of,
     std::optional<Quantized>& made, Matrix& values, Matrix& scales) {

@@ -74,7 +74,7 @@ def check_terms(activation: Any, bias: Any) -> None:
 
 
 def check_call(x: Any, others: Mapping[str, Any], scaling: Any, how: How) -> None:
-    """Raises TypeError or ValueError naming what no layer takes. others: the further tensors, or None, by name."""
+    """Raises TypeError or ValueError naming what no layer takes. others: the further tensors by name."""
     how.check()
     if how.constant == "a":
         raise ValueError("constant: got 'a', accepted are None and 'b': the call itself writes the operands a")
@@ -85,16 +85,14 @@ def check_call(x: Any, others: Mapping[str, Any], scaling: Any, how: How) -> Non
     if x.dtype not in INPUTS:
         raise TypeError(f"x: got dtype {x.dtype}, accepted are {ACCEPTED_INPUTS}")
     for name, each in others.items():
-        if each is not None:
-            request.check_type(name, each)
-            request.check_device(name, each, x.device, "x")
+        request.check_type(name, each)
+        request.check_device(name, each, x.device, "x")
 
 
 def _check(x: Any, weight: Any, weight_scale: Any, input_scale: Any, bias: Any, scaling: Any, how: How) -> None:
-    request.check_type("weight", weight)
-    request.check_type("weight_scale", weight_scale)
-    tensors = {"weight": weight, "weight_scale": weight_scale, "input_scale": input_scale, "bias": bias}
-    check_call(x, tensors, scaling, how)
+    optional = {"input_scale": input_scale, "bias": bias}
+    given = {name: each for name, each in optional.items() if each is not None}
+    check_call(x, {"weight": weight, "weight_scale": weight_scale} | given, scaling, how)
     _check_shapes(x, weight)
 
 

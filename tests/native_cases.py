@@ -386,6 +386,13 @@ def assert_needs_no_python(road: Callable[[], Any], *functions: str) -> None:
         assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
 
 
+def launches_and_result(road: Callable[[], Any]) -> tuple[int, Any]:
+    """Returns how many launches a road makes, as many in C++ as in Python, and its third result in C++."""
+    count = len(assert_launched_alike(road))
+    with served(in_cpp=True):
+        return count, [road() for _ in range(3)][-1]
+
+
 def assert_as_of_torch(found: torch.Tensor, want: torch.Tensor) -> None:
     """A quantized layer's result by the stand-ins is that by torch, but for a value rounded otherwise in between."""
     size = want.float().abs().max().item()

@@ -77,7 +77,7 @@ SHARP = 0.03
 """A configuration that the model likes this much less than its best counts 1/e of it among its choices."""
 
 _HEAD = re.compile(
-    rf"== (\d+)x(\d+)x(\d+) (\w+) (?:(ieee|tf32|tf32x3|bf16x6|bf16x9|fast|blocks) )?({GATED} )?([tn]{{2}})\b"
+    rf"== (\d+)x(\d+)x(\d+) (\w+) (?:(ieee|tf32|tf32x3|bf16x6|bf16x9|fast|blocks) )?(?:({GATED}) )?([tn]{{2}})\b"
 )
 _LINE = re.compile(r"\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)\s+(\S+)")
 _SPLIT = re.compile(r"/k\d+(/|$)")
@@ -175,7 +175,7 @@ def read_table(text: str, name: str = "table") -> list[Sample]:
             m, n, k = (int(size) for size in head.groups()[:3])
             precision = "ieee" if head[5] in (None, IN_BLOCKS) else head[5]
             problem = Problem.of(m, n, k, head[4], majors=head[7], precision=precision)
-            problem = random_shapes.followed(problem, head[6] and head[6].strip(), head[5] == IN_BLOCKS)
+            problem = random_shapes.followed(problem, head[6], head[5] == IN_BLOCKS)
         elif row and problem is not None:
             # A tensor-core kernel multiplies fp32 as tf32, whether the block's head says so or not.
             takes = FAMILIES[row[4].split("/")[0]].takes if _backend_of(row[4]) == "cute" else ()

@@ -18,6 +18,7 @@ from tests.native_cases import (
     assert_needs_no_python,
     assert_same_outcome,
     autocast,
+    launches_and_result,
     refuse_next,
     served,
 )
@@ -89,16 +90,9 @@ def test_the_stand_ins_compute_the_layer(name):
 def test_a_hidden_layer_that_the_first_product_quantizes(monkeypatch, form):
     """There is one launch less, and the result is the same."""
     monkeypatch.setattr(mlp_operator, "_serves", lambda *given: True)
-
-    def taken() -> tuple[int, torch.Tensor]:
-        road = call(layer(**FORMS[form]))
-        count = len(assert_launched_alike(road))
-        with served(in_cpp=True):
-            return count, [road() for _ in range(3)][-1]
-
-    apart, want = taken()
+    apart, want = launches_and_result(call(layer(**FORMS[form])))
     monkeypatch.setattr(mlp_operator, "FUSED_ROWS", 1)
-    count, found = taken()
+    count, found = launches_and_result(call(layer(**FORMS[form])))
     assert (apart, count) == (4, 3)
     torch.testing.assert_close(found, want, rtol=0, atol=0)
 

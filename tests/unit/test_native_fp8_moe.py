@@ -20,6 +20,7 @@ from tests.native_cases import (
     assert_launched_alike,
     assert_same_outcome,
     autocast,
+    launches_and_result,
     numbers,
     refuse_next,
     served,
@@ -112,16 +113,9 @@ def test_the_stand_ins_compute_the_layer(name):
 @pytest.mark.parametrize("form", ["blocks", "blocks of x, rows of the weights", "gate and up in turn, blocks"])
 def test_a_hidden_layer_that_the_first_product_quantizes(monkeypatch, form):
     """There is one launch less, and the result is the same."""
-
-    def taken() -> tuple[int, torch.Tensor]:
-        road = call(layer(**FORMS[form]))
-        count = len(assert_launched_alike(road))
-        with served(in_cpp=True):
-            return count, [road() for _ in range(3)][-1]
-
-    apart, want = taken()
+    apart, want = launches_and_result(call(layer(**FORMS[form])))
     monkeypatch.setattr("cutegemm.quantized_mixing.FUSED_ROWS", 1)
-    count, found = taken()
+    count, found = launches_and_result(call(layer(**FORMS[form])))
     assert count == apart - 1
     torch.testing.assert_close(found, want, rtol=0, atol=0)
 

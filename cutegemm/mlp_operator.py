@@ -74,8 +74,8 @@ def composed(
 def _fuses(rows: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, scaling: str, backend: str) -> bool:
     """Whether the first product quantizes the hidden layer.
 
-    Other in_features than multiples of 16 are padded for TMA. Other hidden features than multiples of 128 leave tiles
-    without whole blocks of columns of gate and up.
+    For TMA, x and its weight are padded where 16 does not divide in_features. Where 128 does not divide the hidden
+    features, the last tile has no whole block of columns of gate and up.
     """
     count, hidden = len(rows), down.shape[1]
     if scaling != "blocks" or count < FUSED_ROWS or gate_up.shape[1] % 16 or hidden % BLOCK:

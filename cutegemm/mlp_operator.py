@@ -67,7 +67,7 @@ def composed(
                 known = None not in (of_x, *products) and (fuses or of_hidden is not None)
                 steps = (of_x, products[0], of_hidden, products[1]) if known else None
                 asked = x, gate_up, gate_up_scale, down, down_scale, scaling, activation, *how
-                native.install_quantized_mlp(asked, steps)
+                native.tell("quantized_mlp", asked, steps)
     return d.view(*x.shape[:-1], d.shape[-1])
 
 

@@ -169,7 +169,7 @@ def unrecorded(
     if told is not None:
         with fused.planning():
             how = settings.launches(chosen, scales, *operands, *biases)
-            native.install_mixture((x, experts, weights, w_gate_up, w_down, *biases, None, None, *told), how)
+            native.tell("mixture", (x, experts, weights, w_gate_up, w_down, *biases, None, None, *told), how)
     return result.view(*x.shape[:-1], w_down.shape[1])
 
 

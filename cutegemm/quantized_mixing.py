@@ -176,5 +176,5 @@ def unrecorded(
     if told is not None:
         with fused.planning():
             how = computed.launches(chosen, shares, tokens, own)
-            native.install_mixture((x, experts, weights, *own, *told), how)
+            native.tell("mixture", (x, experts, weights, *own, *told), how)
     return rows.view(*x.shape[:-1], rows.shape[1])

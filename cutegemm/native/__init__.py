@@ -7,7 +7,7 @@ torch.ops.cutegemm.gemm, gemm_program, grouped_gemm, scaled_gemm, quantize, quan
 quantized_mlp and moe are served in the same way. The extension is compiled against the torch that is installed, once,
 by a thread in the background that the first call of a kernel starts; no call waits for it.
 
-Python tells it what may be done in its place: `install` of a launch that was planned, `forget` when plans are dropped,
+Python tells it what may be done in its place: `tell` of launches that were planned, `forget` when plans are dropped,
 `lend` of a workspace and `take_back`.
 """
 
@@ -27,7 +27,7 @@ program: Callable[..., Any] | None = None
 """program(number, a, b, operands, out_dtype, *how) -> the results of `gemm` with the epilogue program of that number,
 which Python chooses, above 0. A product in groups has a number of its own, and its arrays in front of the operands.
 
-None: not here. NotImplemented: not yet, because `install_program` has not told of such a call.
+None: not here. NotImplemented: not yet, because `tell` has not told of such a call.
 """
 quantize: Callable[..., Any] | None = None
 """quantize(x, dtype, scaling, scale, backend) -> (values, scales), along the last dimension, in blocks of 1 x 128; None
@@ -61,43 +61,22 @@ gates: tuple[str, ...] = ()
 of_quantize: tuple[tuple[str | None, ...], ...] = ()
 """What `quantize` takes as `scaling` and `backend`; `cutegemm.run.quantizing` puts it here."""
 in_python: dict[str, Callable[..., Any]] = {}
-"""What the extension calls in Python; the modules that have these functions put them here when they are imported.
+"""What the extension calls in Python; the modules that have these functions put them here when they are imported. It
+finds what it needs by name.
 
     plan(_, a, b, c, alpha, beta, bias, activation, out, out_dtype, *how)
-        plans a call that `install` has not been told of, and tells it
+        plans a call that `tell` has not told of, and tells it
     compute(_, a, b, c, alpha, beta, bias, activation, out, out_dtype, *how) -> D
-        the operator below autograd, without `out`
+        the operator gemm below autograd, without `out`
     record(keys, a, b, c, alpha, beta, bias, activation, out, out_dtype, *how) -> D
-        the operator for autograd, without `out`; keys: the number of a torch._C.DispatchKeySet
+        the operator gemm for autograd, without `out`; keys: the number of a torch._C.DispatchKeySet
     gradients(...) -> (dA, dB, dC, dbias)
         see `cutegemm.pytorch.autograd.gradients_of_saved`
-    quantize(keys, tell, *arguments) -> (values, scales)
-    quantize_given(keys, tell, *arguments) -> values
-        the operators of these names; keys: as above, or None below autograd. tell: whether to tell the launches
-    quantized_linear(keys, tell, *arguments) -> D
-    quantized_mlp(keys, tell, *arguments) -> D
-    moe(keys, tell, *arguments) -> D
-    gemm_program(keys, tell, *arguments) -> a list
-    grouped_gemm(keys, tell, *arguments) -> a list
-        likewise
     scaled(tell, *arguments) -> D
-        the operator scaled_gemm below autograd
+        the operator scaled_gemm below autograd; tell: whether to tell the launches
+    <name of another operator>(keys, tell, *arguments)
+        that operator; keys: as above, or None below autograd
 """
-HOOKS = (
-    "plan",
-    "compute",
-    "record",
-    "gradients",
-    "quantize",
-    "quantize_given",
-    "scaled",
-    "quantized_linear",
-    "gemm_program",
-    "moe",
-    "grouped_gemm",
-    "quantized_mlp",
-)
-"""The order in which the extension is given them."""
 
 
 class Launcher(NamedTuple):
@@ -175,7 +154,7 @@ def configure(module: Any, stream: int = 0, capturing: int = 0) -> None:
     of CUDA's, with which it serves CPU tensors, for tests.
     """
     accepted = *names, *of_quantize, (*names[0], *gates)
-    module.configure(accepted, tuple(in_python[name] for name in HOOKS), stream, capturing)
+    module.configure(accepted, in_python, stream, capturing)
 
 
 def leave_float32_to_python() -> None:
@@ -203,73 +182,20 @@ def is_ready() -> bool:
     return _state.module is not None
 
 
-def install(
-    a: Any, b: Any, c: Any, options: dict[str, Any], how: tuple[Any, ...], launch: tuple[Any, ...] | None
-) -> None:
-    """Remembers what launches the call `gemm(a, b, c, **options)`, and all like it. how: those in `How`.
+def tell(function: str, arguments: tuple[Any, ...], how: tuple[Any, ...] | None) -> None:
+    """Remembers what launches the call `function(*arguments)` of those above, and all like it. None: Python computes it.
 
-    launch: the fields of a `Launcher`, shape and torch dtype of D, and whether a and b are exchanged. None: Python
-        computes it.
+    how, where launchers are the fields of a `Launcher` each:
+        gemm: the launcher, shape and torch dtype of D, and whether a and b are exchanged.
+        program, scaled: as `cutegemm.run.fused.launch_of` gives it, of the tensors a, b and those among the operands, or
+            of a, b, bias, scale_a and scale_b. A text in place of a program's number means calls of the operator. The
+            activation of `scaled` may also be one of `gates`, with which a layer alone asks.
+        quantize: the launchers in order, shape and strides of the values, the shape of the scales (None: they are
+            given), and how many partial maxima the launches exchange.
+        quantized_mlp, mixture: as `cutegemm.mlp_operator.composed` and `cutegemm.mixing.Settings.launches` have it.
     """
     if _state.module is not None:
-        _state.module.install(
-            a, b, c, float(options["alpha"]), float(options["beta"]), options["bias"], options["activation"],
-            options["out"], options["out_dtype"], *how, launch,
-        )  # fmt: skip
-
-
-def install_quantize(arguments: tuple[Any, ...], how: tuple[Any, ...] | None) -> None:
-    """Remembers what launches the call `quantize(*arguments)`, and all like it.
-
-    how: the launchers in order, shape and strides of the values, the shape of the scales (None: they are given), and
-        how many partial maxima the launches exchange. None: Python computes it.
-    """
-    if _state.module is not None:
-        _state.module.install_quantize(*arguments, how)
-
-
-def install_scaled(arguments: tuple[Any, ...], launch: tuple[Any, ...] | None) -> None:
-    """Remembers what launches the call `scaled(*arguments)`, and all like it. The activation may also be one of
-    `gates`, with which a layer alone asks.
-
-    launch: what `cutegemm.run.fused.launch_of` gives, of the tensors a, b, bias, scale_a and scale_b. None: Python
-        computes it.
-    """
-    if _state.module is not None:
-        _state.module.install_scaled(*arguments, launch)
-
-
-def install_program(arguments: tuple[Any, ...], launch: tuple[Any, ...] | None) -> None:
-    """Remembers what launches the call `program(*arguments)`, and all like it; launch as in `install_scaled`, of the
-    tensors a, b and those among the operands. A text in place of the number means calls of the operator.
-    """
-    if _state.module is not None:
-        _state.module.install_program(*arguments, launch)
-
-
-def install_quantized_mlp(arguments: tuple[Any, ...], how: tuple[Any, ...] | None) -> None:
-    """Remembers what launches the call `quantized_mlp(*arguments)`, and all like it.
-
-    how: how x is quantized, as in `install_quantize`; what `cutegemm.run.fused.launch_of` gives of the first product,
-        as in `install_scaled`; how its result is quantized, None where its second result are the scales; and what it
-        gives of the second product. None: Python computes it.
-    """
-    if _state.module is not None:
-        _state.module.install_quantized_mlp(*arguments, how)
-
-
-def install_mixture(arguments: tuple[Any, ...], how: tuple[Any, ...] | None) -> None:
-    """Remembers what launches the call `mixture(*arguments)`, and all like it.
-
-    how: the launchers that sort, of experts, weights, ends, places, rows, sorted weights, row_of and counts; how many
-        counts there are; at most one launcher that copies rows before the first product, of x or its values, row_of
-        and the copies; what `cutegemm.run.fused.launch_of` gives of the two products: of x, w_gate_up, ends, rows,
-        places, the sorted weights, b_gate_up and the scales of x and of w_gate_up, and of the hidden rows, w_down and
-        so on; the launchers that add up these rows, of them, row_of and the sums; and None, or how x and the hidden
-        rows are quantized, each as in `install_quantize`, and the dtype of their values. None: Python computes it.
-    """
-    if _state.module is not None:
-        _state.module.install_mixture(*arguments, how)
+        getattr(_state.module, f"install_{function}")(*arguments, how)
 
 
 def forget() -> None:

@@ -28,6 +28,10 @@ _SCHEMAS = {
 }
 
 
+_SERVED = "quantize", "quantize_given"
+"""Those that the C++ part serves."""
+
+
 def _quantize(x, dtype, scaling="rows", dim=-1, block=(1, 128), backend="auto", tell=False):
     return quantizing.quantize(x, dtype, scaling, dim, tuple(block), None, None, backend, tell)
 
@@ -93,7 +97,7 @@ def _define(name: str) -> None:
     kernel, fake = globals()[f"_{name}"], globals()[f"_fake_{name}"]
     define(f"{name}({_SCHEMAS[name]})", kernel, fake)
     recorded = refuse_gradients(name)
-    if name in native.HOOKS:
+    if name in _SERVED:
         serve_natively(name, kernel, recorded)
 
 

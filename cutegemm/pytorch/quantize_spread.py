@@ -51,7 +51,7 @@ def _can_spread(x: torch.Tensor, top_k: int, dtype: torch.dtype, scaling: str) -
 def launches(
     x: torch.Tensor, top_k: int, dtype: torch.dtype, scaling: str
 ) -> tuple[Any, tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] | None:
-    """How the C++ part launches `quantized` of such rows: as `native.install_quantize` has it, the launchers that copy
+    """How the C++ part launches `quantized` of such rows: as `native.tell` has it, the launchers that copy
     the values behind it, and memory for the results; None where torch computes a part of it.
     """
     from cutegemm.run import combining as by_kernel

@@ -205,7 +205,7 @@ def tell(
     with fused.planning():
         launch = launch_of(a, b, scale_a, scale_b, bias, activation, out_dtype, how, epilogue)
         if launch is not NotImplemented:
-            native.install_scaled((a, b, scale_a, scale_b, bias, activation, out_dtype, *how), launch)
+            native.tell("scaled", (a, b, scale_a, scale_b, bias, activation, out_dtype, *how), launch)
 
 
 def launch_of(

@@ -149,7 +149,8 @@ def _tell(
 ) -> None:
     """Tells the C++ part how a plan that is remembered is launched; the first plan of a GPU has that part made."""
     if native.is_ready():
-        native.install(a, b, c, options, How.of(options), launch)
+        alpha, beta = float(options["alpha"]), float(options["beta"])
+        native.tell("gemm", (a, b, c, alpha, beta, *_described(options)[1:], *How.of(options)), launch)
     elif plan.kernel is not None and call.request.device.type == "cuda":
         native.want()
 

@@ -150,7 +150,7 @@ def launch_of(
     plan: Plan, asked: ProgramRequest, places: dict[int, tuple[int, int]], numbers: dict[int, int], count: int,
     arrays: Sequence[tuple[int, int]] = (),
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """What `native.install_program` takes of a call without `out`: the fields of a `Launcher`, (tensor, offset in
+    """What `native.tell` takes of a call without `out`: the fields of a `Launcher`, (tensor, offset in
     bytes) for each address, (number given, constant) for each number, (shape, dtype) for each result. None: it needs
     Python.
 
@@ -228,7 +228,7 @@ def tell(
         if plan is not None:
             asked = program_request.describe(a, b, program, operands, None, out_dtype, how.precision)
             launch = launch_of(plan, asked, places, numbers, 2 + len(tensors))
-            native.install_program((number, a, b, tuple(given), out_dtype, *how), launch)
+            native.tell("program", (number, a, b, tuple(given), out_dtype, *how), launch)
 
 
 def _runner(plan: Plan, asked: ProgramRequest) -> Runner:

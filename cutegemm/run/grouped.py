@@ -181,7 +181,7 @@ def tell(
             by_operator = isinstance(number, str)
             launch = _launch(plan, asked, operands, [(place, 0) for place in range(2, first)], first, by_operator)
             given = [operands[i] for kind in fused.kinds_of(operands, True) for i in kind] if by_operator else operands
-            native.install_program((number, a, b, (*arrays, *given), out_dtype, *how), launch)
+            native.tell("program", (number, a, b, (*arrays, *given), out_dtype, *how), launch)
 
 
 def check_arrays(arrays: Arrays, extent: int, work: Work, limit: int) -> None:

@@ -104,7 +104,7 @@ def plan_of(
 
 
 def told(plan: Plan, values: torch.Tensor, scales: torch.Tensor | None) -> tuple[Any, ...] | None:
-    """How the C++ part launches a plan (`native.install_quantize`), of results such as these; None where it cannot.
+    """How the C++ part launches a plan (`native.tell`), of results such as these; None where it cannot.
     scales: None where they are given.
     """
     launchers = steps.launchers(plan.steps, values.device)

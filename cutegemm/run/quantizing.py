@@ -77,7 +77,7 @@ def _told(
     """The same of a call with new results along the last dimension, which the C++ part is told how to launch."""
     quantization_request.check_backend(backend)
     found = quantize(x, dtype, scaling, dim, block, scale, None, backend)
-    native.install_quantize((x, dtype, scaling, scale, backend), launches(x, scaling, scale, backend, found))
+    native.tell("quantize", (x, dtype, scaling, scale, backend), launches(x, scaling, scale, backend, found))
     return found
 
 

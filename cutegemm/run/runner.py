@@ -188,7 +188,7 @@ class Call(NamedTuple):
             on_demand(self.request.problem, arch, self.request.device.index)
 
     def launch(self, plan: Plan) -> tuple[Any, ...] | None:
-        """What `cutegemm.native.install` takes: how the plan is launched, without Python where that can be."""
+        """What `cutegemm.native.tell` takes: how the plan is launched, without Python where that can be."""
         asked: Any = self.request
         problem = asked.problem
         if plan.kernel is None or plan.emulated or problem.k == 0:

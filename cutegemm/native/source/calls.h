@@ -2,7 +2,7 @@
 #pragma once
 
 #include "layer.h"
-#include "mixture.h"
+#include "reading.h"
 
 namespace cutegemm {
 
@@ -57,6 +57,8 @@ inline PyObject* install_quantize(PyObject*, PyObject* const* args, Py_ssize_t c
   Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
 }
+
+inline const Methods of_quantize{{"quantize", quantize}, {"install_quantize", install_quantize}};
 
 // program, a, b, operands, out_dtype, *how. program: a number, or the text that an operator carries.
 constexpr Py_ssize_t TO_PROGRAM = 5 + FIELDS;
@@ -157,6 +159,8 @@ inline PyObject* install_program(PyObject*, PyObject* const* args, Py_ssize_t co
   END_HANDLE_TH_ERRORS
 }
 
+inline const Methods of_program{{"program", program}, {"install_program", install_program}};
+
 // a, b, scale_a, scale_b, bias, activation, out_dtype, *how
 struct AskedScaled {
   const at::Tensor *a = nullptr, *b = nullptr, *scale_a = nullptr, *scale_b = nullptr, *bias = nullptr;
@@ -201,6 +205,8 @@ inline PyObject* install_scaled(PyObject*, PyObject* const* args, Py_ssize_t cou
   END_HANDLE_TH_ERRORS
 }
 
+inline const Methods of_scaled{{"scaled", scaled}, {"install_scaled", install_scaled}};
+
 // quantized_linear(x, weight, weight_scale, input_scale, bias, scaling, activation, *how) -> D. scaling: of x.
 inline PyObject* quantized_linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
@@ -214,5 +220,7 @@ inline PyObject* quantized_linear(PyObject*, PyObject* const* args, Py_ssize_t c
   return answered([&](at::Tensor& d) { return layer.compute(d); });
   END_HANDLE_TH_ERRORS
 }
+
+inline const Methods of_quantized_linear{{"quantized_linear", quantized_linear}};
 
 }  // namespace cutegemm

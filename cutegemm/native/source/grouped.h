@@ -8,6 +8,10 @@
 
 namespace cutegemm {
 
+namespace in_python {
+inline Hook grouped_gemm{"grouped_gemm"};
+}
+
 // A text of its own for each kind of groups: that of the program, and what divides them.
 inline std::string text_of_groups(Text program, bool counts, bool rows) {
   std::string made(program.data(), program.size());
@@ -44,12 +48,14 @@ inline std::vector<at::Tensor> grouped_gemm_by_operator(
   }
   WithInterpreter held;
   return taken_list(call(
-      in_python[GROUPED_GEMM],
+      in_python::grouped_gemm,
       {from.to_python(), to_python(found == Found::unknown), to_python(a), to_python(b), to_python(offsets),
        to_python(counts), to_python(rows), to_python(places), out_rows ? to_python(*out_rows) : none(),
        to_python(operands), to_python(numbers), to_python(integers), to_python(OptionalText(program)),
        to_python(out_dtype), to_python(precision), to_python(OptionalText(backend)), to_python(config),
        to_python(OptionalText(save)), to_python(zeros)}));
 }
+
+inline const Operator serves_grouped_gemm = served_with_lists_by<grouped_gemm_by_operator>("grouped_gemm");
 
 }  // namespace cutegemm

@@ -12,13 +12,22 @@
 
 namespace cutegemm {
 
-// What `configure` was given, in the order of HOOKS in cutegemm/native/__init__.py, which says what each does. Never
-// freed.
-enum Hook {
-  PLAN, COMPUTE, RECORD, GRADIENTS, QUANTIZE, QUANTIZE_GIVEN, SCALED, QUANTIZED_LINEAR, GEMM_PROGRAM, MOE,
-  GROUPED_GEMM, QUANTIZED_MLP, HOOKS
+// A function in Python, which `configure` finds by this name in what it is given: `in_python` of
+// cutegemm/native/__init__.py. Those here stand in the namespace in_python, too.
+class Hook {
+ public:
+  explicit Hook(const char* name) : name(name) { all().push_back(this); }
+  Hook(const Hook&) = delete;
+  Hook& operator=(const Hook&) = delete;
+
+  static std::vector<Hook*>& all() {
+    static auto* made = new std::vector<Hook*>;
+    return *made;
+  }
+
+  const char* const name;
+  PyObject* function = nullptr;  // never freed
 };
-inline std::array<PyObject*, HOOKS> in_python{};
 
 class WithInterpreter {
  public:
@@ -121,19 +130,9 @@ struct FromOperator {
   PyObject* to_python() const { return keys ? cutegemm::to_python(keys->raw_repr()) : none(); }
 };
 
-// A function of FromOperator and an operator's arguments as its kernels: below all modes, and for autograd.
-template <auto by_operator>
-struct Served;
-
-template <typename Result, typename... Given, Result (*by_operator)(FromOperator, Given...)>
-struct Served<by_operator> {
-  static Result on_device(Given... given) { return by_operator({}, given...); }
-  static Result recorded(c10::DispatchKeySet keys, Given... given) { return by_operator({&keys}, given...); }
-};
-
-// function(*arguments), a new reference; the arguments are references that it takes over.
-inline PyObject* call(PyObject* function, const std::vector<PyObject*>& arguments) {
-  PyObject* result = PyObject_Vectorcall(function, arguments.data(), arguments.size(), nullptr);
+// hook(*arguments), a new reference; the arguments are references that it takes over.
+inline PyObject* call(const Hook& hook, const std::vector<PyObject*>& arguments) {
+  PyObject* result = PyObject_Vectorcall(hook.function, arguments.data(), arguments.size(), nullptr);
   for (PyObject* argument : arguments) Py_DECREF(argument);
   return checked(result);
 }

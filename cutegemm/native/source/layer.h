@@ -5,6 +5,10 @@
 
 namespace cutegemm {
 
+namespace in_python {
+inline Hook quantized_linear{"quantized_linear"};
+}
+
 // act(x (weight weight_scale)^T + bias); x has any dimensions. Of a gated activation the weight is [gate; up].
 struct Layer {
   const at::Tensor *x = nullptr, *weight = nullptr, *weight_scale = nullptr, *input_scale = nullptr, *bias = nullptr;
@@ -77,7 +81,9 @@ at::Tensor quantized_linear_by_operator(
       from.to_python(), to_python(found == Found::unknown), to_python(x), to_python(weight), to_python(weight_scale),
       to_python(input_scale), to_python(bias), to_python(OptionalText(scaling)), to_python(activation)};
   (given.push_back(to_python(OptionalText(how))), ...);
-  return taken(call(in_python[QUANTIZED_LINEAR], given));
+  return taken(call(in_python::quantized_linear, given));
 }
+
+inline const Operator serves_quantized_linear = served_by<quantized_linear_by_operator<OPTION_TYPES>>("quantized_linear");
 
 }  // namespace cutegemm

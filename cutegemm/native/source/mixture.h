@@ -5,6 +5,10 @@
 
 namespace cutegemm {
 
+namespace in_python {
+inline Hook moe{"moe"};
+}
+
 // The launches of a call, in order: those that sort its slots, those that quantize x, what copies each token's row to
 // its places where nothing else brings it there, the first product in groups, those that quantize the hidden rows, the
 // second product, and what adds up the rows of each token. Of weights that are not quantized nothing is.
@@ -153,12 +157,14 @@ inline at::Tensor moe_by_operator(
   }
   WithInterpreter held;
   return taken(call(
-      in_python[MOE],
+      in_python::moe,
       {from.to_python(), to_python(found == Found::unknown), to_python(x), to_python(experts), to_python(weights),
        to_python(gate_up), to_python(down), to_python(OptionalText(activation)), to_python(precision),
        to_python(OptionalText(backend)), to_python(of_gate_up), to_python(of_down), to_python(scale_gate_up),
        to_python(scale_down), to_python(computed)}));
 }
+
+inline const Operator serves_moe = served_by<moe_by_operator>("moe");
 
 // x, experts, weights, gate_up, down, their biases, their scales, activation, precision, backend
 constexpr Py_ssize_t TO_MIX = 12;
@@ -230,5 +236,7 @@ inline PyObject* install_mixture(PyObject*, PyObject* const* args, Py_ssize_t co
   Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
 }
+
+inline const Methods of_mixture{{"mixture", mixture}, {"install_mixture", install_mixture}};
 
 }  // namespace cutegemm

@@ -7,6 +7,10 @@
 
 namespace cutegemm {
 
+namespace in_python {
+inline Hook quantized_mlp{"quantized_mlp"};
+}
+
 // -- 8 bits ------------------------------------------------------------------------------------------------------------
 
 // The launches of a call, in order: those that quantize x, the first product, which gates, those that quantize the
@@ -100,8 +104,10 @@ at::Tensor quantized_mlp_by_operator(
       from.to_python(), to_python(found == Found::unknown), to_python(x), to_python(gate_up), to_python(scale_gate_up),
       to_python(down), to_python(scale_down), to_python(OptionalText(scaling)), to_python(OptionalText(activation))};
   (given.push_back(to_python(OptionalText(how))), ...);
-  return taken(call(in_python[QUANTIZED_MLP], given));
+  return taken(call(in_python::quantized_mlp, given));
 }
+
+inline const Operator serves_quantized_mlp = served_by<quantized_mlp_by_operator<OPTION_TYPES>>("quantized_mlp");
 
 // x, gate_up, scale_gate_up, down, scale_down, scaling, activation, *how
 constexpr Py_ssize_t QUANTIZED_MLP_ARGUMENTS = 7 + FIELDS;
@@ -147,6 +153,9 @@ inline PyObject* install_quantized_mlp(PyObject*, PyObject* const* args, Py_ssiz
   Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
 }
+
+inline const Methods of_quantized_mlp{
+    {"quantized_mlp", quantized_mlp}, {"install_quantized_mlp", install_quantized_mlp}};
 
 // -- 16 and 32 bits ----------------------------------------------------------------------------------------------------
 
@@ -215,5 +224,7 @@ inline PyObject* gated_mlp(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return answered([&](at::Tensor& d) { return of.compute(d); });
   END_HANDLE_TH_ERRORS
 }
+
+inline const Methods of_gated_mlp{{"gated_mlp", gated_mlp}};
 
 }  // namespace cutegemm

@@ -4,8 +4,10 @@
 #include <ATen/autocast_mode.h>
 
 #include "calls.h"
-#include "reading.h"
-#include "registering.h"
+#include "grouped.h"
+#include "mixture.h"
+#include "mlp.h"
+#include "operator.h"
 
 namespace cutegemm {
 namespace {
@@ -140,7 +142,7 @@ PyObject* gemm(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (found == Answer::unknown && state_of_thread() == Thread::plain) {
     PyObject* arguments[1 + ARGUMENTS] = {Py_None};
     std::copy(args, args + ARGUMENTS, arguments + 1);
-    Py_DECREF(checked(PyObject_Vectorcall(in_python[PLAN], arguments, 1 + ARGUMENTS, nullptr)));
+    Py_DECREF(checked(PyObject_Vectorcall(in_python::plan.function, arguments, 1 + ARGUMENTS, nullptr)));
     const WithoutInterpreter released;
     found = answer(asked, result);
   }
@@ -171,9 +173,9 @@ PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// install(<arguments of gemm>, launch): launch is None, or (launcher, words, parts, behind, shape, dtype, swapped).
+// install_gemm(<arguments of gemm>, launch): launch is None, or (launcher, words, parts, behind, shape, dtype, swapped).
 // False for a call whose key this part does not know.
-PyObject* install(PyObject*, PyObject* const* args, Py_ssize_t count) {
+PyObject* install_gemm(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Asked asked;
   Operands of;
@@ -189,17 +191,12 @@ PyObject* install(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// use(all tables)
-template <typename Use>
-auto with_tables(Use use) {
-  return use(table_of<Product>(), table_of<OfProgram>(), table_of<ScaledProduct>(), table_of<Quantization>(),
-             table_of<QuantizedMlp>(), table_of<Mixture>());
-}
+const Methods of_gemm{{"gemm", gemm}, {"linear", linear}, {"install_gemm", install_gemm}};
 
 // forget(): of all calls.
 PyObject* forget(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
-  with_tables([](auto&... table) { (table.clear(), ...); });
+  for (AnyTable* table : AnyTable::all()) table->clear();
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -214,7 +211,9 @@ PyObject* leave_float32_to_python(PyObject*, PyObject*) {
 
 PyObject* known(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
-  return checked(PyLong_FromSize_t(with_tables([](auto&... table) { return (table.size() + ...); })));
+  size_t count = 0;
+  for (const AnyTable* table : AnyTable::all()) count += table->size();
+  return checked(PyLong_FromSize_t(count));
   END_HANDLE_TH_ERRORS
 }
 
@@ -247,19 +246,20 @@ void* found_in(const char* library, const char* name) {
   return address;
 }
 
-// configure(names, hooks, stream, capturing): once, first of all. names: what `activation`, the fields of `How`,
+// configure(names, in_python, stream, capturing): once, first of all. in_python: a dict of functions. names: what `activation`, the fields of `How`,
 // `scaling` and `backend` of `quantize`, and `activation` of layers accept. stream, capturing: 0 where CUDA tensors are
 // served; else addresses of functions, and CPU tensors are.
 PyObject* configure(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
-  PyObject *names = nullptr, *hooks = nullptr;
+  PyObject *names = nullptr, *functions = nullptr;
   unsigned long long stream = 0, capturing = 0;
-  TORCH_CHECK(in_python[PLAN] == nullptr, "cutegemm: configured twice");
-  if (!PyArg_ParseTuple(args, "O!O!KK", &PyTuple_Type, &names, &PyTuple_Type, &hooks, &stream, &capturing))
+  TORCH_CHECK(in_python::plan.function == nullptr, "cutegemm: configured twice");
+  if (!PyArg_ParseTuple(args, "O!O!KK", &PyTuple_Type, &names, &PyDict_Type, &functions, &stream, &capturing))
     throw_python_error();
-  TORCH_CHECK(PyTuple_GET_SIZE(names) == 4 + FIELDS && PyTuple_GET_SIZE(hooks) == HOOKS,
-              "cutegemm: compiled for other options");
-  for (int i = 0; i < HOOKS; ++i) in_python[i] = Py_NewRef(PyTuple_GET_ITEM(hooks, i));
+  TORCH_CHECK(PyTuple_GET_SIZE(names) == 4 + FIELDS, "cutegemm: compiled for other options");
+  for (const Hook* hook : Hook::all())
+    TORCH_CHECK(PyDict_GetItemString(functions, hook->name), "cutegemm: Python has no function ", hook->name);
+  for (Hook* hook : Hook::all()) hook->function = Py_NewRef(PyDict_GetItemString(functions, hook->name));
   activations = names_of(PyTuple_GET_ITEM(names, 0));
   for (int i = 0; i < FIELDS; ++i) accepted[i] = names_of(PyTuple_GET_ITEM(names, i + 1));
   scalings = names_of(PyTuple_GET_ITEM(names, FIELDS + 1)), quantizers = names_of(PyTuple_GET_ITEM(names, FIELDS + 2));
@@ -294,42 +294,26 @@ PyObject* leave_operators(PyObject*, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-template <PyObject* function(PyObject*, PyObject* const*, Py_ssize_t)>
-PyCFunction fast() {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
-}
-
-PyMethodDef methods[] = {
-    {"gemm", fast<gemm>(), METH_FASTCALL, nullptr},
-    {"linear", fast<linear>(), METH_FASTCALL, nullptr},
-    {"program", fast<program>(), METH_FASTCALL, nullptr},
-    {"quantize", fast<quantize>(), METH_FASTCALL, nullptr},
-    {"scaled", fast<scaled>(), METH_FASTCALL, nullptr},
-    {"quantized_linear", fast<quantized_linear>(), METH_FASTCALL, nullptr},
-    {"gated_mlp", fast<gated_mlp>(), METH_FASTCALL, nullptr},
-    {"quantized_mlp", fast<quantized_mlp>(), METH_FASTCALL, nullptr},
-    {"mixture", fast<mixture>(), METH_FASTCALL, nullptr},
-    {"install", fast<install>(), METH_FASTCALL, nullptr},
-    {"install_program", fast<install_program>(), METH_FASTCALL, nullptr},
-    {"install_quantize", fast<install_quantize>(), METH_FASTCALL, nullptr},
-    {"install_scaled", fast<install_scaled>(), METH_FASTCALL, nullptr},
-    {"install_quantized_mlp", fast<install_quantized_mlp>(), METH_FASTCALL, nullptr},
-    {"install_mixture", fast<install_mixture>(), METH_FASTCALL, nullptr},
-    {"forget", forget, METH_NOARGS, nullptr},
-    {"known", known, METH_NOARGS, nullptr},
-    {"leave_float32_to_python", leave_float32_to_python, METH_NOARGS, nullptr},
-    {"lend", lend, METH_VARARGS, nullptr},
-    {"take_back", take_back, METH_NOARGS, nullptr},
-    {"configure", configure, METH_VARARGS, nullptr},
-    {"serve_operators", serve_operators, METH_NOARGS, nullptr},
-    {"leave_operators", leave_operators, METH_NOARGS, nullptr},
-    {nullptr, nullptr, 0, nullptr},
+const Methods of_module{
+    {"forget", forget, METH_NOARGS},
+    {"known", known, METH_NOARGS},
+    {"leave_float32_to_python", leave_float32_to_python, METH_NOARGS},
+    {"lend", lend, METH_VARARGS},
+    {"take_back", take_back, METH_NOARGS},
+    {"configure", configure, METH_VARARGS},
+    {"serve_operators", serve_operators, METH_NOARGS},
+    {"leave_operators", leave_operators, METH_NOARGS},
 };
 
-PyModuleDef definition = {PyModuleDef_HEAD_INIT, "cutegemm_native", nullptr, -1, methods, nullptr, nullptr, nullptr,
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "cutegemm_native", nullptr, -1, nullptr, nullptr, nullptr, nullptr,
                           nullptr};
 
 }  // namespace
 }  // namespace cutegemm
 
-PyMODINIT_FUNC PyInit_cutegemm_native() { return PyModule_Create(&cutegemm::definition); }
+PyMODINIT_FUNC PyInit_cutegemm_native() {
+  std::vector<PyMethodDef>& methods = cutegemm::Methods::all();
+  if (cutegemm::definition.m_methods == nullptr) methods.push_back({nullptr, nullptr, 0, nullptr});
+  cutegemm::definition.m_methods = methods.data();
+  return PyModule_Create(&cutegemm::definition);
+}

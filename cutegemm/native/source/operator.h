@@ -4,8 +4,13 @@
 #include <atomic>
 
 #include "recorded.h"
+#include "serving.h"
 
 namespace cutegemm {
+
+namespace in_python {
+inline Hook plan{"plan"}, compute{"compute"}, record{"record"};
+}
 
 using OptionalDtype = std::optional<at::ScalarType>;
 
@@ -38,13 +43,13 @@ struct Arguments {
   }
 
   // hook(keys, *arguments) with `out`, which the operator does not have.
-  at::Tensor by_python(Hook hook, FromOperator from = {}) const {
+  at::Tensor by_python(const Hook& hook, FromOperator from = {}) const {
     WithInterpreter held;
     std::vector<PyObject*> given{
         from.to_python(), to_python(a), to_python(b), to_python(c), to_python(alpha), to_python(beta),
         to_python(bias), to_python(activation), none(), to_python(out_dtype)};
     for (const OptionalText& each : how) given.push_back(to_python(each));
-    return taken(call(in_python[hook], given));
+    return taken(call(hook, given));
   }
 };
 
@@ -59,7 +64,7 @@ inline std::optional<at::Tensor> product(const Arguments& given, const Options& 
   Known launch;
   Found found = look_up(of, given.beta, options, launch);
   if (found == Found::unknown) {
-    given.by_python(PLAN);
+    given.by_python(in_python::plan);
     found = look_up(of, given.beta, options, launch);
   }
   if (found != Found::launch) return std::nullopt;
@@ -73,7 +78,7 @@ at::Tensor gemm_on_device(
     const OptionalTensor& bias, OptionalText activation, OptionalDtype out_dtype, Texts... how) {
   const Arguments given{a, b, c, alpha, beta, bias, activation, out_dtype, {how...}};
   auto d = product(given, given.options());
-  return d ? std::move(*d) : given.by_python(COMPUTE);
+  return d ? std::move(*d) : given.by_python(in_python::compute);
 }
 
 // For autograd's key of the device.
@@ -95,7 +100,9 @@ at::Tensor gemm_recorded(
       }
     }
   }
-  return given.by_python(RECORD, from);
+  return given.by_python(in_python::record, from);
 }
+
+inline const Operator serves_gemm{"gemm", kernel<gemm_on_device<OPTION_TYPES>>, kernel<gemm_recorded<OPTION_TYPES>>};
 
 }  // namespace cutegemm

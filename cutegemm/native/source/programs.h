@@ -3,10 +3,14 @@
 
 #include <c10/util/SmallVector.h>
 
-#include "interpreter.h"
 #include "multiply.h"
+#include "serving.h"
 
 namespace cutegemm {
+
+namespace in_python {
+inline Hook gemm_program{"gemm_program"};
+}
 
 // A launch whose arguments are read off the tensors and numbers of a call.
 struct ProgramLaunch : Launch {
@@ -206,7 +210,9 @@ std::vector<at::Tensor> gemm_program_by_operator(
       from.to_python(), to_python(found == Found::unknown), to_python(a), to_python(b), to_python(operands),
       to_python(numbers), to_python(integers), to_python(OptionalText(program)), to_python(out_dtype)};
   (given.push_back(to_python(OptionalText(rest))), ...);
-  return taken_list(call(in_python[GEMM_PROGRAM], given));
+  return taken_list(call(in_python::gemm_program, given));
 }
+
+inline const Operator serves_gemm_program = served_with_lists_by<gemm_program_by_operator<PROGRAM_OPTION_TYPES>>("gemm_program");
 
 }  // namespace cutegemm

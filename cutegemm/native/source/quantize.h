@@ -101,6 +101,10 @@ inline Found quantized(const at::Tensor& x, const at::Tensor* scale, ToQuantize 
   return of.known() && of.describe(x, scale) ? quantized(of, scale, made) : Found::python;
 }
 
+namespace in_python {
+inline Hook quantize{"quantize"}, quantize_given{"quantize_given"};
+}
+
 // -- the operators quantize and quantize_given, whose hooks in Python are called as hook(keys, unknown, *arguments) -----
 inline std::tuple<at::Tensor, at::Tensor> quantize_by_operator(
     FromOperator from, const at::Tensor& x, at::ScalarType dtype, Text scaling, int64_t dim, c10::IntArrayRef block,
@@ -113,7 +117,7 @@ inline std::tuple<at::Tensor, at::Tensor> quantize_by_operator(
   }
   WithInterpreter held;
   return taken_pair(call(
-      in_python[QUANTIZE],
+      in_python::quantize,
       {from.to_python(), to_python(found == Found::unknown), to_python(x), to_python(std::optional(dtype)),
        to_python(OptionalText(scaling)), to_python(dim), to_python(block), to_python(OptionalText(backend))}));
 }
@@ -128,9 +132,12 @@ inline at::Tensor quantize_given_by_operator(
   }
   WithInterpreter held;
   return taken(call(
-      in_python[QUANTIZE_GIVEN],
+      in_python::quantize_given,
       {from.to_python(), to_python(found == Found::unknown), to_python(x), to_python(scale),
        to_python(std::optional(dtype)), to_python(dim), to_python(OptionalText(backend))}));
 }
+
+inline const Operator serves_quantize = served_by<quantize_by_operator>("quantize"),
+                      serves_quantize_given = served_by<quantize_given_by_operator>("quantize_given");
 
 }  // namespace cutegemm

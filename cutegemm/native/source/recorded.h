@@ -13,6 +13,10 @@
 
 namespace cutegemm {
 
+namespace in_python {
+inline Hook gradients{"gradients"};
+}
+
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 using NodePointer = decltype(torch::autograd::Edge::function);  // a shared or an intrusive pointer, by torch's version
@@ -137,7 +141,7 @@ struct GemmBackward : public torch::autograd::Node {
     for (int i = 0; i < 4; ++i) PyTuple_SET_ITEM(needs, i, to_python(task_should_compute_output(i)));
     const Options& o = settings.options;
     PyObject* made = call(
-        in_python[GRADIENTS],
+        in_python::gradients,
         {to_python(dz), needs, to_python(a_), to_python(b_), to_python(c_), to_python(bias_),
          shape_of_c ? to_python(*shape_of_c) : none(), to_python(dtype_of_c), to_python(dtype_of_bias),
          to_python(settings.is_linear), to_python(settings.alpha), to_python(settings.beta),

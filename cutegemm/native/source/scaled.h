@@ -5,6 +5,10 @@
 
 namespace cutegemm {
 
+namespace in_python {
+inline Hook scaled{"scaled"};
+}
+
 // A launch of the tensors A, B, bias and the two scales, of which some are null pointers.
 struct ScaledProduct : ProgramLaunch {};
 
@@ -91,7 +95,9 @@ at::Tensor scaled_gemm_on_device(
       given.push_back(to_python(OptionalText(option)));
   };
   (pass(rest), ...);
-  return taken(call(in_python[SCALED], given));
+  return taken(call(in_python::scaled, given));
 }
+
+inline const Operator serves_scaled_gemm{"scaled_gemm", kernel<scaled_gemm_on_device<SCALED_OPTION_TYPES>>, nullptr};
 
 }  // namespace cutegemm

@@ -110,9 +110,28 @@ enum class Found {
   unknown,  // nobody has planned it yet
 };
 
+// A table of calls; all of them are counted, and forgotten, together.
+class AnyTable {
+ public:
+  AnyTable() { all().push_back(this); }
+  AnyTable(const AnyTable&) = delete;
+  AnyTable& operator=(const AnyTable&) = delete;
+
+  virtual void clear() = 0;
+  virtual size_t size() const = 0;
+
+  static std::vector<AnyTable*>& all() {
+    static auto* made = new std::vector<AnyTable*>;
+    return *made;
+  }
+
+ protected:
+  ~AnyTable() = default;
+};
+
 // Key -> what computes it; a null pointer says that Python serves these calls.
 template <typename What>
-class Table {
+class Table final : public AnyTable {
  public:
   using Known = std::shared_ptr<const What>;
 
@@ -130,12 +149,12 @@ class Table {
     known_[key] = std::move(what);
   }
 
-  void clear() {
+  void clear() override {
     std::unique_lock lock(mutex_);
     known_.clear();
   }
 
-  size_t size() const {
+  size_t size() const override {
     std::shared_lock lock(mutex_);
     return known_.size();
   }
@@ -180,11 +199,14 @@ class Workspaces {
   std::map<std::pair<int, void*>, Kept> kept_;
 };
 
-// The table of a kind of calls. It is never freed: threads may look into it while the process ends.
+// The table of a kind of calls, made when the module is loaded. It is never freed: threads may look into it while the
+// process ends.
+template <typename What>
+inline Table<What>& the_table = *new Table<What>;
+
 template <typename What>
 Table<What>& table_of() {
-  static auto* table = new Table<What>;
-  return *table;
+  return the_table<What>;
 }
 
 inline Workspaces& workspaces() {

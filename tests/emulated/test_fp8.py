@@ -141,6 +141,10 @@ def test_gate_and_up_of_sums_promoted_by_halves(config, gating, recipes, whole, 
         ("128x32x128/coop1/c2x1/s3/g8/swap", 204, {"m": 30, "out_dtype": torch.float32}),
         ("256x16x128/pp/c1x1/s3/g8/swap", 201, {"m": 5}),
         ("256x16x128/coop2/c1x2/s3/g8/swap", 136, {"m": 20, "recipes": (None, "blocks")}),
+        # Clusters along K.
+        ("128x16x128/coop1/c1x1x2/s3/row/swap/twin", 204, {"m": 16}),
+        ("128x32x128/coop1/c1x1x4/s3/row/swap", 136, {"m": 20, "k": 700, "recipes": (None, "blocks")}),
+        ("64x64x128/coop1/c1x1x2/s3/row/twin", 202, {"out_dtype": torch.float8_e4m3fn}),
         # Neighbouring columns.
         ("64x64x128/coop1/c1x1/s3/g8", 201, {"gating": "pairs"}),
         ("128x96x128/coop2/c2x1/s3/g8/zig", 144, {"gating": "pairs", "recipes": ("blocks", "blocks")}),

@@ -105,6 +105,13 @@ def check_exact(
         ("sm90/128x144x64/coop1/c1x1/s3/row/swap", {"m": 140, "f": 72, "everything": True}),
         ("sm90/128x16x64/coop1/c1x1/s3/row/swap/streamk", {"m": 20, "f": 150, "k": 200}),
         ("sm90/256x16x64/pp/c2x1/s3/row/swap/slab", {"m": 20, "f": 301, "everything": True}),
+        # Clusters along K, which share out vectors of gate and of up: runs that differ by one, two blocks of rows.
+        ("sm90/128x16x64/coop1/c1x1x2/s3/row/swap", {"m": 20, "f": 72, "k": 200, "everything": True}),
+        ("sm90/128x48x64/coop1/c1x1x4/s3/row/swap", {"m": 41, "f": 150, "k": 400}),
+        ("sm90/256x16x64/coop2/c1x2x2/s3/row/swap", {"m": 20, "f": 200, "k": 264, "majors": "tt"}),
+        ("sm90/64x64x64/coop1/c1x1x8/s3/row", {"m": 70, "f": 71, "k": 600, "out_dtype": FP32, "everything": True}),
+        ("sm90/256x32x64/coop2/c2x1x2/s3/row", {"m": 300, "f": 40, "k": 200}),
+        ("sm90/256x16x64/coop1/c1x1x2/s3/row/swap", {"m": 9, "f": 140, "k": 200, "everything": True}),
         # Neighbouring columns.
         ("sm90/64x64x64/coop1/c2x1/s3/row", {"gating": "pairs", "m": 70, "f": 71, "everything": True}),
         ("sm90/128x48x64/coop2/c1x1/s3/row", {"gating": "pairs", "m": 70, "f": 36, "majors": "tt", "batch": 2}),

@@ -1,8 +1,9 @@
 """Clusters along K on Hopper: the CTAs of a cluster that sum parts of one tile add them up through shared memory.
 
 In a cluster of CM x CN x CK the CK CTAs of a place (row, column) compute the same tile of D over different parts of K.
-The sum is shared out: the CTA with K rank r owns the r-th of CK runs of every thread's accumulators, in vectors of 4;
-runs differ by one where their number does not divide.
+The sum is shared out: the CTA with K rank r owns the r-th of CK runs of every thread's accumulators, in units of one
+vector of 4; runs differ by one where their number does not divide. With gate and up in halves a unit is a vector of
+gate and the one of up that it is finished with.
 Each sends the others theirs over distributed shared memory, adds what it receives to its own and stores that:
 
     CTA 0 | WGMMA over part 0 .... | drained | send run 1 -> | add what came | store run 0
@@ -61,9 +62,10 @@ class ClusterSum:
         self.parts = config.cluster_k
         self.plane = config.cluster[0] * config.cluster[1]
         self.consumers = config.consumers
-        self.all_vectors = config.accumulators // 4
-        self.vectors = config.owned_vectors
-        self.run_bytes = self.vectors * WARPGROUP * VECTOR_BYTES
+        self.up, self.width = fragments.up, 2 if fragments.up else 1
+        self.all_units = config.accumulators // (4 * self.width)
+        self.units = config.owned_vectors(self.width) // self.width
+        self.run_bytes = self.units * self.width * WARPGROUP * VECTOR_BYTES
         self.fragments, self.add = fragments, add
 
     def start(self, output: Output, memory: SharedMemory, position: Position, work: Work) -> None:
@@ -86,15 +88,27 @@ class ClusterSum:
         """Nothing is under way: `exchange` has waited for all that others send."""
 
     def _first(self, part):
-        """The first vector of a run."""
-        return part * self.all_vectors // self.parts
+        """The first unit of a run."""
+        return part * self.all_units // self.parts
 
     def _run(self, part: int) -> range:
         return range(self._first(part), self._first(part + 1))
 
     def _owns(self, number: int):
-        """Whether this CTA's run has vector `number`; only the last of a run may be missing."""
-        return True if number < self.all_vectors // self.parts else self.count > number
+        """Whether this CTA's run has unit `number`; only the last of a run may be missing."""
+        return True if number < self.all_units // self.parts else self.count > number
+
+    def _in_units(self, accumulators, count: int):
+        """The first so many units, (4, unit) or, of gate and up, (4, unit, which of the two)."""
+        shape, stride = (4, count), (1, 4)
+        if self.width > 1:
+            blocks = self.all_units // self.up
+            shape, stride = (4, (self.up, blocks), 2), (1, (4, 8 * self.up), 4 * self.up)
+        return cute.make_tensor(accumulators.iterator, cute.make_layout(shape, stride=stride))
+
+    def _vectors(self, values, number: int) -> list:
+        """The vectors of a unit."""
+        return [values[None, number]] if self.width == 1 else [values[None, number, 0], values[None, number, 1]]
 
     def _bind(self, barriers) -> None:
         self.ready = cute.recast_ptr(barriers, dtype=Int64)
@@ -109,34 +123,42 @@ class ClusterSum:
 
     @cute.jit
     def exchange(self, accumulators):
-        """The sums of this CTA's run, (4, vectors). For a warpgroup whose last WGMMA is done."""
-        values = cute.make_tensor(accumulators.iterator, cute.make_layout((4, self.all_vectors)))
+        """The sums of this CTA's run, as `_in_units` has them. For a warpgroup whose last WGMMA is done."""
+        values = self._in_units(accumulators, self.all_units)
         if self.thread == 0:
-            announced = self.count * ((self.parts - 1) * WARPGROUP * VECTOR_BYTES)
+            announced = self.count * ((self.parts - 1) * self.width * WARPGROUP * VECTOR_BYTES)
             cute.arch.mbarrier_arrive_and_expect_tx(self.received + self.group, announced)
         lane = self.thread % 32
         if (lane < self.parts) & (lane != self.own):
             cute.arch.mbarrier_arrive(self.ready, self._cta(lane))
         self._wait(self.ready)
         places = [self._place_at(part) for part in range(self.parts)]
-        for number in cutlass.range_constexpr(self.vectors):
+        for number in cutlass.range_constexpr(self.units):
             for part in cutlass.range_constexpr(self.parts):
                 if cutlass.const_expr(number < len(self._run(part))):  # noqa: SIM102
                     if self.own != part:
-                        self._send(values[None, self._run(part)[number]], number, *places[part])
+                        self._send(values, self._run(part)[number], number, *places[part])
         # The CTA's own run moves to the first's place, where no register more is needed.
-        sums = cute.make_tensor(accumulators.iterator, cute.make_layout((4, self.vectors)))
+        sums = self._in_units(accumulators, self.units)
         for part in cutlass.range_constexpr(1, self.parts):
             if self.own == part:
                 for number in cutlass.range_constexpr(len(self._run(part))):
-                    cute.autovec_copy(values[None, self._run(part)[number]], sums[None, number])
+                    self._move(values, self._run(part)[number], sums, number)
         self._wait(self.received + self.group)
-        for number in cutlass.range_constexpr(self.vectors):
+        for number in cutlass.range_constexpr(self.units):
             if self._owns(number):
                 for sender in cutlass.range_constexpr(self.parts - 1):
-                    vector = sums[None, number]
-                    vector.store(self.add(vector.load(), self._arrived(sender, number).load()))
+                    self._add(sums, number, sender)
         return sums
+
+    def _move(self, values, number: int, sums, place: int) -> None:
+        for vector, taken in zip(self._vectors(values, number), self._vectors(sums, place), strict=True):
+            cute.autovec_copy(vector, taken)
+
+    def _add(self, sums, number: int, sender: int) -> None:
+        """Adds what a sender has sent for a unit of this CTA's run."""
+        for i, vector in enumerate(self._vectors(sums, number)):
+            vector.store(self.add(vector.load(), self._arrived(sender, number * self.width + i).load()))
 
     def _cta(self, part):
         """The CTA of the cluster at this one's place that sums `part`."""
@@ -157,12 +179,15 @@ class ClusterSum:
             read_only_args=[address, self._cta(part)],
         )
 
-    def _send(self, vector, number: int, address, barrier) -> None:
-        cute.arch.inline_ptx(
-            "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
-            f"[{{$r0}}+{number * WARPGROUP * VECTOR_BYTES}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}}, [{{$r5}}];",
-            read_only_args=[address, *(vector[q] for q in range(4)), barrier],
-        )
+    def _send(self, values, number: int, place: int, address, barrier) -> None:
+        """Sends unit `number` to its owner, of whose run it is unit `place`."""
+        for i, vector in enumerate(self._vectors(values, number)):
+            offset = (place * self.width + i) * WARPGROUP * VECTOR_BYTES
+            cute.arch.inline_ptx(
+                "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
+                f"[{{$r0}}+{offset}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}}, [{{$r5}}];",
+                read_only_args=[address, *(vector[q] for q in range(4)), barrier],
+            )
 
     def _arrived(self, sender: int, number: int):
         """Vector `number` of the run that the `sender`-th of the other CTAs has sent."""
@@ -195,15 +220,15 @@ class ClusterSum:
     @cute.jit
     def _store_all(self, sums, region):
         """Finishes and stores the sums of this CTA's share of a warpgroup's region."""
-        for number in cutlass.range_constexpr(self.vectors):
+        for number in cutlass.range_constexpr(self.units):
             place = number * WARPGROUP + self.thread
-            self.store(sums[None, number], place, region)
+            self.store(sums[None, number] if self.width == 1 else sums[None, number, None], place, region)
 
     @cute.jit
     def store(self, sums, place, region):
-        """Stores vector `place` of this CTA's run; in `SplitSum` it stands where `FragmentStore` does."""
+        """Stores unit `place` of this CTA's run; in `SplitSum` it stands where `FragmentStore` does."""
         at = self.first * WARPGROUP + place
-        if cutlass.const_expr(self.all_vectors % self.parts == 0):  # noqa: SIM114
+        if cutlass.const_expr(self.all_units % self.parts == 0):  # noqa: SIM114
             self.fragments.store(sums, at, region)
         elif place < self.count * WARPGROUP:
             self.fragments.store(sums, at, region)

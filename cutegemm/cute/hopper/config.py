@@ -163,15 +163,14 @@ class HopperConfig(LaunchedConfig):
         """Parts of K that different CTAs sum."""
         return self.splits * self.cluster_k
 
-    @property
-    def owned_vectors(self) -> int:
-        """Upper bound on the 4-accumulator vectors that a consumer thread finishes after a cluster sum."""
-        return -(-self.accumulators // (4 * self.cluster_k))
+    def owned_vectors(self, width: int = 1) -> int:
+        """Upper bound on the 4-accumulator vectors that a consumer thread finishes after a cluster sum, where so many
+        go together."""
+        return -(-self.accumulators // (4 * width * self.cluster_k)) * width
 
-    @property
-    def owned_bytes(self) -> int:
+    def owned_bytes(self, width: int = 1) -> int:
         """Bytes of `owned_vectors` of a warpgroup, in fp32."""
-        return self.owned_vectors * WARPGROUP * 16
+        return self.owned_vectors(width) * WARPGROUP * 16
 
     @property
     def persistent(self) -> bool:
@@ -388,7 +387,7 @@ class HopperConfig(LaunchedConfig):
         shares, parts = work_count.shares(self, problem, arch)
         if not shares:
             return 0, 0
-        words, part = word_bytes(shares), shares * self.owned_bytes
+        words, part = word_bytes(shares), shares * self.owned_bytes()
         return (words + part, 0) if self.in_arrival_order else (words, parts * part)
 
     def only_by_name(self) -> str | None:

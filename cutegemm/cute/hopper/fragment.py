@@ -18,6 +18,7 @@ from cutegemm.cute import whole
 from cutegemm.cute.hopper.config import WARPGROUP, HopperConfig
 from cutegemm.cute.hopper.memory import SharedMemory
 from cutegemm.cute.hopper.output import Output
+from cutegemm.cute.hopper.slab_store import up_offset
 from cutegemm.cute.lowering import finish, rounded
 from cutegemm.cute.source import aligned, sources, targets
 from cutegemm.problem import Signature
@@ -25,11 +26,14 @@ from cutegemm.problem.program.graph import Node
 
 
 class FragmentStore:
-    """The epilogue's program for one fragment of sums."""
+    """The epilogue's program for one fragment of sums; with gate and up in halves for one of each, of the same results.
+    """
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
-        self.columns_of_8 = config.bn // 8
+        self.columns_of_8 = config.out_columns(signature) // 8
         self.block_step = config.block_step
+        # From a vector of gate to the one of up that it is finished with; 0 without.
+        self.up = up_offset(config, signature) // 4 if signature.epilogue.gating else 0
         self.swapped = config.swapped
         self.rows = (0, 1, 0, 1) if config.swapped else (0, 0, 1, 1)
         self.program = whole.program_of(signature)
@@ -53,7 +57,7 @@ class FragmentStore:
 
     @cute.jit
     def store(self, sums, place, region):
-        """Stores the four `sums` of vector `place` of a warpgroup's `region`."""
+        """Stores the four `sums` of vector `place` of a warpgroup's `region`, or four results of gate and up."""
         number, thread = place // WARPGROUP, place % WARPGROUP
         block = number // self.columns_of_8
         row = region.row + block * self.block_step + (thread // 32 * 16 + thread % 32 // 4)
@@ -95,7 +99,8 @@ class FragmentStore:
 
     def _leaf(self, sums, places, region, node: Node) -> Any:
         if node.op == "acc":
-            return self.read(sums.load())
+            # A vector of each, one by one: two halves of one vector would be a vector in the main loop too.
+            return self.read((sums[None, int(bool(node.attribute))] if self.up else sums).load())
         if node.op == "input":
             assert isinstance(node.attribute, int)
             return self._operand(self.program.inputs[node.attribute], places, region)

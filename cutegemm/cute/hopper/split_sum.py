@@ -63,7 +63,7 @@ class SplitSum:
     def __init__(
         self, config: HopperConfig, owner: FragmentStore | ClusterSum, add: Adder, stored: int | None = None
     ) -> None:
-        splits, vectors = config.splits, config.owned_vectors
+        splits, vectors = config.splits, config.owned_vectors()
         self.splits = splits
         self.stored = splits if stored is None else stored
         self.vectors, self.add = vectors, add

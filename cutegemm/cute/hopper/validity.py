@@ -58,8 +58,10 @@ def why_invalid(config: HopperConfig, signature: Signature, arch: Arch) -> str |
 
 def _program(config: HopperConfig, signature: Signature) -> str | None:
     gating, parts = signature.epilogue.gating, "splits of K and clusters along K"
-    if config.parts > 1 and gating:
-        return f"{parts} add up and finish single accumulators; gate and up are finished together"
+    if config.splits > 1 and gating:
+        return "splits of K finish single accumulators, gate and up are finished together; accepted are clusters along K"
+    if config.cluster_k > 1 and gating == "pairs":
+        return "clusters along K finish gate and up in halves; these lie in pairs"
     if config.parts > 1 and config.swapped and signature.epilogue.program.uses("partner"):
         return f"{parts} of swapped operands finish rows of D apart; a program with partner needs neighbours"
     if gating == "pairs" and config.swapped and not config.uses_tma_store(signature):
@@ -151,7 +153,8 @@ def _resources(config: HopperConfig, signature: Signature, arch: Arch) -> str | 
         return f"{config.accumulators} accumulators a thread and {reductions} reduced results; more than 176 spill"
     if not (1 if config.solo else 2) <= config.stages <= 16:
         return f"stages is {config.stages}; accepted are 2 to 16, in solo 1 to 16"
-    received = (config.cluster_k - 1) * config.consumers * config.owned_bytes
+    width = 2 if signature.epilogue.gating else 1
+    received = (config.cluster_k - 1) * config.consumers * config.owned_bytes(width)
     if received > config.stages * config.stage_bytes(signature):
         ring = config.stages * config.stage_bytes(signature)
         return f"{received} B of a tile's sums from the other CTAs along K do not fit into the ring of {ring} B"

@@ -1,5 +1,5 @@
-"""Random shapes for judging a choice and for teaching it: `--drawn sizes`, `layers` or `others` of the commands.
-`--flops` draws those of so many flop alone.
+"""Random shapes for judging a choice and for teaching it: `--drawn sizes`, `layers`, `others` or `gated`, and with
+`--flops` those of so many flop alone.
 
 The same seed draws the same shapes. A seed that judged once, or that times were learned from, judges no more. Two draws
 of layers share some shapes, whatever their seeds, because there are few models. So what was learned from `layers` is
@@ -26,6 +26,7 @@ MOST_SECONDS = 0.7e-3
 MOST_BYTES = 2e9
 MOST_TOKENS = 8192
 MOST_SECONDS_OF_A_LAYER = 3e-3
+MOST_SHARDS = 8
 MOST_DRAWS = 20000
 """For each problem that is asked for."""
 
@@ -112,7 +113,18 @@ def others(
     return _layers(new, count, seed, dtype, majors, arch, precision, flops)
 
 
-KINDS = {"sizes": sizes, "layers": layers, "others": others}
+def gated(
+    count: int, seed: int, dtype: str, majors: str, arch: Arch, precision: str = "ieee", flops: Flops = ANY
+) -> list[Problem]:
+    """The first products of gated MLPs of both kinds of models, whole or divided among up to `MOST_SHARDS` GPUs along
+    the hidden features; N counts the columns of gate and up."""
+    models = (*MODELS.values(), *OTHER_MODELS.values())
+    shards = [1 << i for i in range(MOST_SHARDS.bit_length())]
+    weights = [(2 * feed // by, width) for width, *_, feed, _ in models for by in shards if feed % (STEP * by) == 0]
+    return _layers(list(dict.fromkeys(weights)), count, seed, dtype, majors, arch, precision, flops)
+
+
+KINDS = {"sizes": sizes, "layers": layers, "others": others, "gated": gated}
 
 
 def followed(problem: Problem, program: str | None, blocks: bool = False) -> Problem:
@@ -160,7 +172,8 @@ def add_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup, of: st
         "--drawn",
         choices=KINDS,
         default="sizes",
-        help=f"at random{of}: any sizes (default), layers of models, or of others, which nothing was learned from",
+        help=f"at random{of}: any sizes (default), layers of models, or of others, which nothing was learned from, or "
+        "first products of gated MLPs, whole or divided among GPUs",
     )
     parser.add_argument(
         "--flops",

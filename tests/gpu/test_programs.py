@@ -83,6 +83,36 @@ def test_16_bit_operands_of_a_result_in_fp32(config, shape, seed):
     assert torch.equal(found[1], acc.sum(1, keepdim=True))
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        "128x16x64/coop1/c1x1x2/s6/row/swap/pdl", "128x16x128/coop1/c1x1x8/s6/row/swap/pdl",
+        "128x48x64/coop1/c1x1x4/s4/row/swap/pdl", "128x16x64/coop1/c2x1x2/s6/row/swap/pdl",
+        "256x16x64/coop2/c1x2x2/s4/row/swap/pdl", "64x64x64/coop1/c1x1x4/s6/row/pdl",
+        "256x32x64/coop2/c2x1x2/s4/row/pdl", "64x160x128/coop1/c1x1x4/s4/row/pdl",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(("m", "f", "k"), [(1, 72, 640), (41, 150, 1000), (130, 301, 2056), (16, 1792, 4096)])
+def test_gate_and_up_in_clusters_along_k(config, m, f, k, seed):
+    """Small integers: every element is exact, beside a bias and a matrix operand."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+
+    def integers(*extents):
+        return torch.randint(-3, 4, extents, device="cuda", generator=generator).bfloat16()
+
+    a, b, bias, x = integers(m, k), integers(2 * f, k).t(), integers(f), integers(m, f)
+
+    def difference(acc, bias, x):
+        gate, up = ops.halves(acc)
+        return (gate + bias) * 2.0 - up + x
+
+    found = cutegemm.gemm(
+        a, b, epilogue=difference, operands=(bias, x), out_dtype=torch.float32, backend="cute", config=f"sm90/{config}"
+    )
+    gate, up = (a.double() @ b.double()).split(f, 1)
+    assert torch.equal(found, ((gate + bias) * 2.0 - up + x).float())
+
+
 @pytest.mark.parametrize("epilogue", [ops.swiglu, ops.geglu, ops.swiglu_pairs, lambda acc: (ops.silu(acc), acc)])
 def test_gradients_are_those_of_torch(epilogue):
     x = torch.randn(96, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)

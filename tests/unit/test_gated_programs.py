@@ -33,8 +33,16 @@ def problem(m: int, n: int, k: int, gating: str = "halves", dtype: str = "bf16",
 @pytest.mark.parametrize(
     ("config", "gating", "why"),
     [
-        ("128x128x64/coop2/c1x1/s4/row/k4", "halves", "splits of K finish single accumulators, gate and up are finished"),
-        ("128x128x64/coop2/c1x1x2/s4/row", "pairs", "clusters along K finish gate and up in halves; these lie in pairs"),
+        (
+            "128x128x64/coop2/c1x1/s4/row/k4",
+            "halves",
+            "splits of K finish single accumulators, gate and up are finished",
+        ),
+        (
+            "128x128x64/coop2/c1x1x2/s4/row",
+            "pairs",
+            "clusters along K finish gate and up in halves; these lie in pairs",
+        ),
         ("128x32x64/coop1/c1x1/s4/row/slab/swap", "pairs", "exchange them on the way to TMA.s boxes"),
         ("64x32x64/coop1/c1x1/s4/row/swap", "halves", "a warpgroup has 64 rows; .* gate and up take multiples of 128"),
         ("192x32x64/coop1/c1x1/s4/row/swap", "halves", "a warpgroup has 192 rows"),

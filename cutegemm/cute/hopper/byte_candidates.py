@@ -136,6 +136,13 @@ _GATED = (
     "sm90/128x16x128/coop1/c1x1/s8/serp8/swap/pdl",
     "sm90/128x32x128/coop1/c1x1/s8/serp8/swap/pdl",
     "sm90/128x64x128/coop1/c1x1/s8/serp8/swap/pdl",
+    "sm90/128x16x128/coop1/c1x1x2/s5/row/swap/pdl",
+    "sm90/128x16x128/coop1/c1x1x4/s5/row/swap/pdl",
+    "sm90/128x16x128/coop1/c1x1x8/s5/row/swap/pdl",
+    "sm90/128x32x128/coop1/c1x1x2/s5/row/swap/pdl",
+    "sm90/128x32x128/coop1/c1x1x4/s5/row/swap/pdl",
+    "sm90/128x64x128/coop1/c1x1x2/s4/row/swap/pdl",
+    "sm90/128x64x128/coop1/c1x1x4/s4/row/swap/pdl",
 )
 """For few rows of a program with gate and up, whose swapped tiles have 128 rows a warpgroup. Without them 1, 8 and 16
 rows of 28672x4096 with scales of rows took 44, 39 and 40 us on an H200, with them 31."""

@@ -22,7 +22,7 @@ from cutegemm.cute.hopper.work_count import works
 from cutegemm.hardware.residency import resident_clusters
 from cutegemm.problem import ITEMSIZE
 from cutegemm.problem.program.graph import PACKERS
-from cutegemm.problem.work import MASKED, RAGGED_M, RAGGED_N, ROWS, SCATTERED
+from cutegemm.problem.work import DENSE, MASKED, RAGGED_M, RAGGED_N, ROWS, SCATTERED
 
 if TYPE_CHECKING:
     from cutegemm.hardware.arch import Arch
@@ -40,6 +40,20 @@ _ROW_BY_ROW = (
 along D's rows, which memory takes faster (docs/performance.md#large-results-of-short-sums)."""
 LARGE_RESULT, SHORT_SUM = 1 << 26, 1024
 """The least elements of such a D and the largest K, of sizes rounded up to powers of two."""
+_GATED = (
+    "sm90/128x16x64/coop1/c1x1x2/s6/row/swap/pdl",
+    "sm90/128x16x64/coop1/c1x1x4/s6/row/swap/pdl",
+    "sm90/128x16x64/coop1/c1x1x8/s6/row/swap/pdl",
+    "sm90/128x16x128/coop1/c1x1x4/s6/row/swap/pdl",
+    "sm90/128x32x64/coop1/c1x1x2/s5/row/swap/pdl",
+    "sm90/128x32x64/coop1/c1x1x4/s5/row/swap/pdl",
+    "sm90/128x48x64/coop1/c1x1x2/s4/row/swap/pdl",
+    "sm90/128x48x64/coop1/c1x1x4/s4/row/swap/pdl",
+    "sm90/128x64x64/coop1/c1x1x2/s4/row/swap/pdl",
+    "sm90/128x64x64/coop1/c1x1x4/s4/row/swap/pdl",
+)
+"""Compared for dense products of up to `UNSWAPPED_ROWS` rows whose program has gate and up in halves: swapped tiles that
+hold both, in clusters along K, which keep the SMs busy where there are few columns."""
 _IN_PARTS = ("sm90/128x256x64/coop2/c1x2/s4/serp8/zig/pdl",)
 """In the shortlists of small results of long sums too, with K split: large tiles in parts fill the SMs once, and load
 least for each multiplication (592x2048x18048 on an H200: 70 us in three parts, 94 by the best of the others)."""
@@ -123,6 +137,7 @@ MOST_STAGES = 16
 def _with_shortlists(signature: Signature) -> tuple[str, ...]:
     """The candidates with shortlists, as they serve a signature."""
     texts = (*shortlists.configurations(), *_ROW_BY_ROW, *_IN_PARTS, *_STREAMED, *_BANDED, *_RINGED)
+    texts += _GATED if _is_divided(signature) else ()
     texts += _fitted(signature, [text for each in FITTED_ROWS.values() for text in each])
     texts += _WIDE if _takes_wide(signature) else ()
     texts += FITTED_PAIRS if _takes_pairs(signature) else ()
@@ -170,6 +185,11 @@ def _may_be_fitted(signature: Signature) -> bool:
 def _gives_several(signature: Signature) -> bool:
     """Whether there are several results of gate and up."""
     return signature.epilogue.gating is not None and len(signature.results) > 1
+
+
+def _is_divided(signature: Signature) -> bool:
+    """Whether `_GATED` are compared for few rows of a signature."""
+    return signature.epilogue.gating == "halves" and signature.work == DENSE
 
 
 def _takes_pairs(signature: Signature) -> bool:
@@ -297,6 +317,8 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
     if signature.epilogue.gating and m < UNSWAPPED_ROWS:
         # Few of the swapped tiles, which fill the shortlists of few rows, can hold gate and up.
         found += shortlists.shortlist(arch, signature.majors, UNSWAPPED_ROWS, n, k, batch)
+    if m <= UNSWAPPED_ROWS and _is_divided(signature):
+        found += ((text, False) for text in _GATED)
     if signature.epilogue.custom is not None:
         # A plain product in one round takes as long with either schedule; a program takes longer in ping-pong.
         twins = [(text.replace("/pp/", "/coop2/"), split) for text, split in found]

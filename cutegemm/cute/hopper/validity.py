@@ -59,7 +59,9 @@ def why_invalid(config: HopperConfig, signature: Signature, arch: Arch) -> str |
 def _program(config: HopperConfig, signature: Signature) -> str | None:
     gating, parts = signature.epilogue.gating, "splits of K and clusters along K"
     if config.splits > 1 and gating:
-        return "splits of K finish single accumulators, gate and up are finished together; accepted are clusters along K"
+        return (
+            "splits of K finish single accumulators, gate and up are finished together; accepted are clusters along K"
+        )
     if config.cluster_k > 1 and gating == "pairs":
         return "clusters along K finish gate and up in halves; these lie in pairs"
     if config.parts > 1 and config.swapped and signature.epilogue.program.uses("partner"):

@@ -86,8 +86,16 @@ class Settings(NamedTuple):
     def launches(
         self, experts: Any, weights: Any, x: Any, gate_up: Any, down: Any, b_gate_up: Any = None, b_down: Any = None
     ) -> tuple[Any, ...] | None:
-        """How the C++ part launches the kernels of a call that was computed (`native.install_mixture`); None where
-        torch computes a part of it. To be called while no plan is made or forgotten (`fused.planning`).
+        """How the C++ part launches the kernels of a call that was computed; None where torch computes a part of it. To
+        be called while no plan is made or forgotten (`fused.planning`).
+
+        Returns:
+            The launchers that sort, of experts, weights, ends, places, rows, sorted weights, row_of and counts; how
+            many counts there are; at most one launcher that copies rows before the first product, of x or its values,
+            row_of and the copies; what `cutegemm.run.fused.launch_of` gives of the two products: of x, w_gate_up, ends,
+            rows, places, the sorted weights, b_gate_up and the scales of x and of w_gate_up, and of the hidden rows,
+            w_down and so on; the launchers that add up these rows, of them, row_of and the sums; and None, or how x and
+            the hidden rows are quantized, each as `native.tell` has it, and the dtype of their values.
         """
         from cutegemm.run import combining, steps
 

@@ -60,6 +60,7 @@ def composed(
     d = _product(hidden, second, how, out_dtype=x.dtype)
     if tell:
         with fused.planning():
+            # How x is quantized, the first product, how its result is quantized (None: by that product) and the second.
             of_x = quantizing.launches(rows, scaling, None, by, given)
             of_hidden = None if fuses else quantizing.launches(found, scaling, None, by, hidden)
             products = _launch(given, first, dtype, how, epilogue), _launch(hidden, second, x.dtype, how)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from cutegemm import native
 from cutegemm.problem import quantization_request
 from cutegemm.problem.quantization import new_values
 from cutegemm.pytorch import sharding_quantize  # noqa: F401  how DTensors are quantized

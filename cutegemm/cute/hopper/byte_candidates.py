@@ -227,7 +227,7 @@ def _of_layers(signature: Signature) -> tuple[str, ...]:
 def _in_cells(signature: Signature) -> dict[str, str]:
     """The candidates of `shortlists` that serve a signature, in their order: as of 16 bits, and in the form that serves
     it. None for gate and up, and none for promoted sums of groups, which were not timed with them."""
-    if signature.epilogue.gating or (signature.promotion is not None and signature.work != DENSE):
+    if signature.promotion is not None and signature.work != DENSE:
         return {}
     forms = ((text, _form(shortlists.of_width(text, 1, wide=True), signature)) for text in shortlists.configurations())
     return {text: form for text, form in forms if form is not None}

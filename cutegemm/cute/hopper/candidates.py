@@ -52,8 +52,8 @@ _GATED = (
     "sm90/128x64x64/coop1/c1x1x2/s4/row/swap/pdl",
     "sm90/128x64x64/coop1/c1x1x4/s4/row/swap/pdl",
 )
-"""Compared for dense products of up to `UNSWAPPED_ROWS` rows whose program has gate and up in halves: swapped tiles that
-hold both, in clusters along K, which keep the SMs busy where there are few columns."""
+"""Compared for dense products of up to `UNSWAPPED_ROWS` rows whose program has gate and up in halves: swapped tiles
+that hold both, in clusters along K, which keep the SMs busy where there are few columns."""
 _IN_PARTS = ("sm90/128x256x64/coop2/c1x2/s4/serp8/zig/pdl",)
 """In the shortlists of small results of long sums too, with K split: large tiles in parts fill the SMs once, and load
 least for each multiplication (592x2048x18048 on an H200: 70 us in three parts, 94 by the best of the others)."""

@@ -40,6 +40,8 @@ bits on every run.
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -100,7 +102,8 @@ class ClusterSum:
 
     def _in_units(self, accumulators, count: int):
         """The first so many units, (4, unit) or, of gate and up, (4, unit, which of the two)."""
-        shape, stride = (4, count), (1, 4)
+        shape: Any = (4, count)
+        stride: Any = (1, 4)
         if self.width > 1:
             blocks = self.all_units // self.up
             shape, stride = (4, (self.up, blocks), 2), (1, (4, 8 * self.up), 4 * self.up)

@@ -26,7 +26,7 @@ from cutegemm.problem.program.graph import Node
 
 
 class FragmentStore:
-    """The epilogue's program for one fragment of sums; with gate and up in halves for one of each, of the same results."""
+    """The epilogue's program for one fragment of sums, or of gate and up in halves for one fragment of each."""
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
         self.columns_of_8 = config.out_columns(signature) // 8

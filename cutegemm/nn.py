@@ -21,7 +21,7 @@ from cutegemm.problem.quantization import INPUTS
 from cutegemm.problem.reference import activate
 from cutegemm.pytorch import autocast, mlp
 from cutegemm.pytorch.sharded import is_distributed
-from cutegemm.quantized_linear import FORWARDS, Fp8Linear, check_quantized, why_not_quantized
+from cutegemm.quantized_linear import FORWARDS, Fp8Linear, check_one, check_quantized, why_not_quantized
 from cutegemm.quantized_mixture import Fp8MoE
 from cutegemm.quantized_mlp import Fp8SwiGLU
 from cutegemm.router import TopKRouter
@@ -345,7 +345,9 @@ def _stack_weights(module: torch.nn.Module, state: dict[str, Any], prefix: str) 
         kinds = [f"{each.dtype}, {each.layout} on {each.device}" for each in (state[gate], state[up])]
         if kinds[0] != kinds[1]:
             raise TypeError(f"state_dict: got {gate} of {kinds[0]} and {up} of {kinds[1]}, expected them alike")
+        check_one([name for name in (f"{prefix}gate_up_weight", gate) if name in state])
         state[f"{prefix}gate_up_weight"] = torch.cat((state.pop(gate), state.pop(up)))
+    check_one([name for name in (f"{prefix}down_weight", down) if name in state])
     if down in state:
         state[f"{prefix}down_weight"] = state.pop(down)
     mlp.reshape_weight(state, f"{prefix}gate_up_weight", module.gate_up_weight)

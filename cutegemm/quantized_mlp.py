@@ -15,7 +15,7 @@ from cutegemm.pytorch import autocast
 from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.pytorch.mlp import GATES, check_activation, check_weights
 from cutegemm.pytorch.sharded import is_distributed
-from cutegemm.quantized_linear import SCALE_NAMES, Fp8Linear
+from cutegemm.quantized_linear import SCALE_NAMES, Fp8Linear, check_one
 
 
 class Fp8SwiGLU(replacing.Translating):
@@ -180,7 +180,13 @@ def _linear(weight: torch.Tensor) -> torch.nn.Linear:
 
 def _translate(module: Fp8SwiGLU, state: dict[str, Any], prefix: str) -> None:
     """Makes the entries of the two layers of those of a `SwiGLU`, and of three weights with or without scales."""
-    for ours in ("gate_up", "down"):
+    for ours, theirs in (("gate_up", ("gate", "up")), ("down", ("down",))):
+        named = [
+            f"{prefix}{ours}_weight",
+            f"{prefix}{ours}.weight",
+            *(f"{prefix}{name}_proj.weight" for name in theirs),
+        ]
+        check_one([name for name in named[:3] if name in state])
         if isinstance(state.get(f"{prefix}{ours}_weight"), torch.Tensor):
             weight = state.pop(f"{prefix}{ours}_weight")
             state[f"{prefix}{ours}.weight"] = weight.flatten(0, 1) if weight.dim() == 3 else weight

@@ -158,7 +158,9 @@ def read(path: str | Path) -> list[Result]:
     try:
         rows = json.loads(Path(path).read_text())["results"]
         return [Result(**{**row, "kernels": tuple(row["kernels"])}) for row in rows]
-    except (KeyError, TypeError, ValueError) as why:
+    except KeyError as missing:
+        raise ValueError(f"{path}: not the JSON of tuning.bench: it has no {missing}") from None
+    except (TypeError, ValueError) as why:
         raise ValueError(f"{path}: not the JSON of tuning.bench: {why}") from None
 
 

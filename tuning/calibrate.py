@@ -352,7 +352,7 @@ def by_family(samples: Iterable[Sample], arch: Arch) -> Mapping[str, Fit]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = cli.parser("calibrate", __doc__, keep_lines=True)
+    parser = cli.parser("calibrate", __doc__ or "", keep_lines=True)
     parser.add_argument("tables", nargs="*", type=Path, metavar="TABLE")
     parser.add_argument(
         "--unsplit", nargs="+", default=[], type=Path, metavar="TABLE", help="rows with K split do not count"

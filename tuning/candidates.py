@@ -356,7 +356,7 @@ def _order(config: HopperConfig) -> tuple[object, ...]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    made = cli.parser("candidates", __doc__, keep_lines=True)
+    made = cli.parser("candidates", __doc__ or "", keep_lines=True)
     made.add_argument("tables", nargs="*", type=Path, metavar="TABLE")
     made.add_argument("--unsplit", nargs="+", default=[], type=Path, metavar="TABLE", help="as in tuning.calibrate")
     made.add_argument("--arch", default="H200", help="the GPU that the cost model's constants are of")

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cutegemm.backend import WITH_KERNELS
 from tuning import suites
 
-BACKENDS = ("cute", "cutlass2x", "legacy")
+BACKENDS = WITH_KERNELS
 """The backends that a sweep looks in."""
 SQLITE = b"SQLite format 3\0"
 """How a file of SQLite begins."""
@@ -127,7 +128,7 @@ def add_backends(group: argparse._ActionsContainer) -> None:
 
 
 def _backends(text: str) -> list[str]:
-    names = text.split(",")
+    names = list(dict.fromkeys(text.split(",")))
     unknown = [name for name in names if name not in BACKENDS]
     if unknown:
         raise argparse.ArgumentTypeError(f"got {unknown[0]!r}, accepted are {', '.join(BACKENDS)}")

@@ -58,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         status: int = importlib.import_module(TOOLS[name][0]).main(rest)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # which it is where the caller has closed it
+            sys.stdout.flush()
     except BrokenPipeError:
         if cli.nobody_reads():
             return 1

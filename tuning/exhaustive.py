@@ -214,8 +214,7 @@ def table(lines: Sequence[Line], missed: Sequence[contest.Missed] = ()) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    assert __doc__ is not None
-    summary, _, more = __doc__.partition("\n\n")
+    summary, _, more = (__doc__ or "").partition("\n\n")
     made = cli.parser("exhaustive", summary, more)
     made.add_argument("--shapes", default=SHAPES, help=f"MxNxK or one number, comma-separated (default {SHAPES})")
     made.add_argument("--limit", type=int, default=200, help="configurations to time of each backend (default 200)")

@@ -23,8 +23,7 @@ from tuning import cli, posed, suites
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns 0, or 2 for what the command line or a backend refuses."""
-    assert __doc__ is not None
-    parser = cli.parser("explain", __doc__.split("\n\n")[0])
+    parser = cli.parser("explain", (__doc__ or "").split("\n\n")[0])
     parser.add_argument("--shapes", required=True, help="MxNxK, or one number for a square product; several by commas")
     parser.add_argument("--batch", type=int, default=1, help="matrices, or groups of a work")
     parser.add_argument("--work", default="dense", choices=("dense", "ragged_m", "ragged_n", "ragged_k", "gathered_m"),

@@ -161,8 +161,7 @@ def _configs(text: str) -> list[Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    assert __doc__ is not None
-    summary, _, more = __doc__.partition("\n\n")
+    summary, _, more = (__doc__ or "").partition("\n\n")
     made = cli.parser("favourites", summary, more)
     made.add_argument("--count", type=cli.count, default=12, help="shapes for each of the majors (default 12)")
     made.add_argument("--seed", type=int, default=0, help="of the first majors; the others have the next ones")

@@ -228,7 +228,7 @@ def _shapes(count: int) -> list[tuple[int, int, int]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = cli.parser("host_cost", __doc__.split("\n\n")[0])
+    parser = cli.parser("host_cost", (__doc__ or "").split("\n\n")[0])
     parser.add_argument("--size", type=cli.count, default=128, help="M = N = K")
     parser.add_argument("--calls", type=cli.count, default=100, help="calls a round")
     parser.add_argument("--rounds", type=cli.count, default=50)

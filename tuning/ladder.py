@@ -28,7 +28,7 @@ SMALL = {"fp32": (128, 128, 32), "16bit": (256, 128, 32)}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns 1 when a rung is wrong."""
-    parser = cli.parser("ladder", __doc__.splitlines()[0])
+    parser = cli.parser("ladder", (__doc__ or "").partition("\n")[0])
     names = (*LADDERS, "hopper")
     parser.add_argument("name", nargs="?", choices=names, help="of the ladder, as --ladder (default fp32)")
     parser.add_argument("--ladder", choices=names)
@@ -112,7 +112,10 @@ def _sizes(text: str) -> tuple[int, ...]:
 def _chosen(name: str, texts: list[str] | None) -> list[LegacyConfig]:
     if texts is None:
         return [LegacyConfig.of(rung.name) for rung in ladder(name)]
-    configs = [parse(text) for text in texts]
+    try:
+        configs = [parse(text) for text in texts]
+    except ValueError as why:
+        raise ValueError(f"--rung: {str(why).removeprefix('config: ')}") from None
     for config in configs:
         if config.spec.ladder != name:
             raise ValueError(f"--rung: {config.rung} is on the ladder {config.spec.ladder!r}, not {name!r}")

@@ -256,7 +256,7 @@ def report(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = cli.parser("learn", __doc__, keep_lines=True)
+    parser = cli.parser("learn", __doc__ or "", keep_lines=True)
     parser.add_argument("tables", nargs="+", type=Path, metavar="TABLE")
     parser.add_argument("--arch", default="H200", help="the GPU that the times are of")
     parser.add_argument("--family", help="learn of this kernel family only")

@@ -120,7 +120,7 @@ class _Misfit(ValueError):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns 0, or 2 for what the command line or a backend refuses."""
-    parser = cli.parser("occupancy", __doc__.splitlines()[0])
+    parser = cli.parser("occupancy", (__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--arch", default="A100,A6000,RTX 4090,H100 PCIe,H100 SXM,H200",
         help="names, separated by commas (default those of A100 to H200)",

@@ -173,8 +173,7 @@ def load_pyplot() -> Any:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    assert __doc__ is not None
-    made = cli.parser("plot", __doc__.split("\n\n")[0])
+    made = cli.parser("plot", (__doc__ or "").split("\n\n")[0])
     made.add_argument("json", help="a file that `python -m tuning.bench --json` wrote")
     made.add_argument("image", help="the file to draw into: .png, .svg, .pdf")
     options = made.parse_args(arguments)

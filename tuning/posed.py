@@ -17,6 +17,8 @@ def problems(options: argparse.Namespace, dtypes: Sequence[str], shapes: Sequenc
     """The problems of these dtypes and shapes. options: batch, work, constant, scaling, epilogue, activation,
     out_dtype, precision, and c and bias, which are dtypes or None. Raises ValueError naming an option that is wrong.
     """
+    if strange := [dtype for dtype in dtypes if dtype not in PRODUCTS]:
+        raise ValueError(f"--dtype: got {strange[0]!r}, accepted are {', '.join(PRODUCTS)}")
     epilogue = Epilogue(options.c, options.bias, "n", options.activation)
     if options.batch < 1:
         raise ValueError(f"--batch: got {options.batch}, expected at least 1")
@@ -24,7 +26,7 @@ def problems(options: argparse.Namespace, dtypes: Sequence[str], shapes: Sequenc
         raise ValueError(f"--batch: got {options.batch} with --work {options.work}, at most {MOST_GROUPS} groups")
     if options.constant and options.work != "dense":
         raise ValueError(f"--constant: got {options.constant} with --work {options.work}; accepted are dense products")
-    unscaled = [dtype for dtype in dtypes if dtype in PRODUCTS and ITEMSIZE[dtype] != 1]
+    unscaled = [dtype for dtype in dtypes if ITEMSIZE[dtype] != 1]
     if options.scaling and unscaled:
         raise ValueError(f"--scaling: got {options.scaling} with {unscaled[0]}; scales are of fp8 and int8 operands")
     if options.work == "gathered_m":

@@ -52,8 +52,7 @@ NOTHING_TIMED = "Nothing was timed: the order is the cost model's, and no winner
 
 
 def parser() -> argparse.ArgumentParser:
-    assert __doc__ is not None
-    summary, _, more = __doc__.partition("\n\n")
+    summary, _, more = (__doc__ or "").partition("\n\n")
     made = cli.parser("sweep", summary, more, keep_lines=True)
     cli.add_shapes(made.add_argument_group("shapes (any of these together)"))
     kind = made.add_argument_group("the product")

@@ -156,8 +156,7 @@ def table(lines: Sequence[Line], missed: Sequence[contest.Missed] = ()) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    assert __doc__ is not None
-    summary, _, more = __doc__.partition("\n\n")
+    summary, _, more = (__doc__ or "").partition("\n\n")
     made = cli.parser("untuned", summary, more)
     made.add_argument("--count", type=int, default=12, help="shapes to draw (default 12)")
     made.add_argument("--seed", type=int, default=0)

@@ -109,6 +109,8 @@ def export(store: Winners, options: argparse.Namespace) -> int:
 def take_in(store: Winners, options: argparse.Namespace) -> int:
     """Adds a table's rows, those that the store lacks. Returns 1 when some were skipped, or nothing is stored."""
     try:
+        if options.file == "-" and sys.stdin is None:
+            raise ValueError("it is closed")
         text = sys.stdin.read() if options.file == "-" else Path(options.file).read_text()
         found, refused = winners_table.load_each(text)
     except ValueError as wrong:  # also of bytes that are no UTF-8
@@ -120,7 +122,7 @@ def take_in(store: Winners, options: argparse.Namespace) -> int:
     for _, why in sorted(refused.items()):
         print(f"skipped: {why}", file=sys.stderr)
     rows = _selected((row for number, row in found.items() if number not in refused), options)
-    known = {_identity(row) for row in store.rows()}
+    known = {each for row in store.rows() for each in (_identity(row), _undated(row))}
     new = list({_identity(row): row for row in rows if _identity(row) not in known}.values())
     store.record(*new)
     if store.path is None and new:
@@ -141,28 +143,45 @@ def prune(store: Winners, options: argparse.Namespace) -> int:
         raise ValueError("name what to delete: --stale, --wrong, --superseded, --older DAYS or --everything")
     rows = store.rows()
     _known_gpu(rows, options)
-    kept = {_identity(row) for group in _by_problem(rows) for row in standing(group)}
     older = 0.0 if options.older is None else options.older
     if not 0 <= older <= MOST_DAYS:  # a negative number would delete every row
         raise ValueError(f"--older: got {older:g}, expected a number of days from 0 to {MOST_DAYS}")
     limit = datetime.now(timezone.utc) - timedelta(days=older)
 
-    def unwanted(row: Measurement) -> bool:
-        if not _selected([row], options):
-            return False
-        return (
-            options.everything
-            or (options.stale and not is_fresh(row))
-            or (options.wrong and row.verdict != "ok")
-            or (options.superseded and row.verdict == "ok" and _identity(row) not in kept)
-            or (options.older is not None and _when(row) < limit)
-        )
+    def unwanted(rows: Sequence[Measurement]) -> list[bool]:
+        kept = {_identity(row) for group in _by_problem(rows) for row in standing(group)}
+        refuted = _refuted(rows)
+        return [
+            bool(_selected([row], options))
+            and (
+                options.everything
+                or (options.stale and not is_fresh(row))
+                or (options.wrong and number in refuted)
+                or (options.superseded and row.verdict == "ok" and _identity(row) not in kept)
+                or (options.older is not None and _when(row) < limit)
+            )
+            for number, row in enumerate(rows)
+        ]
 
     if options.dry_run:
-        print(f"{sum(map(unwanted, rows))} of {len(rows)} rows would be deleted")
+        print(f"{sum(unwanted(rows))} of {len(rows)} rows would be deleted")
         return 0
-    print(f"{store.prune(unwanted)} of {len(rows)} rows deleted")
+    deleted, count = store.prune(unwanted)
+    print(f"{deleted} of {count} rows deleted")
     return 0 if store.path is not None else 1
+
+
+def _refuted(rows: Sequence[Measurement]) -> set[int]:
+    """The places of rows that are not ok, and of earlier ones of the same kernel and problem: without the verdict that
+    came later these would count again."""
+    found: set[int] = set()
+    earlier: dict[tuple[object, ...], list[int]] = {}
+    for number, row in enumerate(rows):
+        kernel = row.gpu, row.sm_count, row.problem, row.backend, row.config, row.fingerprint
+        earlier.setdefault(kernel, []).append(number)
+        if row.verdict != "ok":
+            found.update(earlier.pop(kernel))
+    return found
 
 
 def restamp(store: Winners, options: argparse.Namespace) -> int:
@@ -254,6 +273,11 @@ def _identity(row: Measurement) -> Measurement:
     return replace(row, origin="")
 
 
+def _undated(row: Measurement) -> Measurement:
+    """As a table has it that does not say when rows were measured."""
+    return replace(row, origin="", measured_at="")
+
+
 def _flops(row: Measurement) -> int | None:
     """2 M N K times the batch; None for a text that is no problem's."""
     try:
@@ -271,8 +295,7 @@ def _when(row: Measurement) -> datetime:
 
 
 def _parser() -> argparse.ArgumentParser:
-    assert __doc__ is not None
-    made = cli.parser("winners", __doc__, keep_lines=True)
+    made = cli.parser("winners", __doc__ or "", keep_lines=True)
     commands: Sequence[tuple[str, object, str]] = (
         ("list", show, "winners, or all rows"),
         ("export", export, "write a table of the fresh winners, or of all rows, as JSON"),

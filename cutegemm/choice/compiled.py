@@ -26,6 +26,7 @@ from cutegemm.choice import cost_formula, cost_model, learned
 from cutegemm.choice.compare import splits_of
 from cutegemm.choice.cost_formula import fourth_mean, launch_seconds, tiles_along, tiles_seconds
 from cutegemm.choice.cost_model import FIELDS, TURNS, Model
+from cutegemm.errors import GemmError
 from cutegemm.run.cache_dir import cache_dir
 from cutegemm.run.kernel_store import Artefacts, KernelStore
 
@@ -200,7 +201,7 @@ def library() -> Any:
         entry = store.get_or_build(key, lambda: Artefacts({"cost_model.so": _compiled(compiler, text)}, {}))
         # Not CDLL, which would let go of the interpreter's lock for each microsecond.
         found = ctypes.PyDLL(str(entry.file("cost_model.so")))
-    except (OSError, LookupError, subprocess.SubprocessError):
+    except (OSError, LookupError, subprocess.SubprocessError, GemmError):  # the last where nothing can be written
         return None
     pointers, count = ctypes.c_void_p, ctypes.c_int
     for function in (found.cheapest, found.estimates):

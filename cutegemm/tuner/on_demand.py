@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cutegemm.backend import WITH_KERNELS
 from cutegemm.errors import GemmError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -57,16 +58,19 @@ def search(
     """Searches for a problem on CUDA device `device` and records everything in the user's winners store.
 
     Args:
-        budget: seconds. backends: where to look. jobs: compile processes; by default as cores and memory allow.
+        budget: seconds. backends: where to look, of `WITH_KERNELS`. jobs: compile processes; by default as cores and
+            memory allow.
         progress: tell on stderr how far it is.
         timer, pool: stand-ins for the GPU's process and the compile workers.
 
     Raises:
+        ValueError: budget, backends or jobs are none of these.
         UnsupportedError: there is nothing to time, or no backend named serves the problem.
         GemmError: nothing right was measured within the budget, or the GPU cannot be used by another process.
     """
-    if not budget > 0:
-        raise ValueError(f"budget: got {budget!r}, expected a positive number of seconds")
+    _check_budget(budget)
+    _check_jobs(jobs)
+    backends = _names(backends)
     if not (problem.m and problem.n and problem.k and problem.batch):
         raise UnsupportedError(f"tune: {problem} has an empty extent; there is nothing to time")
     from cutegemm import winners  # when a search is wanted: importing cutegemm is cheap
@@ -145,3 +149,25 @@ def on_demand(problem: Problem, arch: Arch, device: int, **stand_ins: Any) -> No
             search(problem, arch, device, budget=budget, progress=True, **stand_ins)
         except GemmError as why:
             warnings.warn(f"CUTEGEMM_TUNE: {why}", RuntimeWarning, stacklevel=2)
+
+
+def _check_budget(budget: Any) -> None:
+    if not isinstance(budget, (int, float)) or isinstance(budget, bool) or not budget > 0:
+        raise ValueError(f"budget: got {budget!r}, expected a positive number of seconds")
+
+
+def _check_jobs(jobs: Any) -> None:
+    if jobs is not None and (not isinstance(jobs, int) or isinstance(jobs, bool) or jobs < 1):
+        raise ValueError(f"jobs: got {jobs!r}, expected a positive number of processes, or None")
+
+
+def _names(names: Any) -> tuple[str, ...]:
+    """The backends named, each once."""
+    accepted = f"a sequence of some of {', '.join(map(repr, WITH_KERNELS))}"
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise ValueError(f"backends: got {names!r}, expected {accepted}")
+    found = tuple(names)
+    wrong = [name for name in found if not isinstance(name, str) or name not in WITH_KERNELS]
+    if wrong or not found:
+        raise ValueError(f"backends: got {wrong[0] if wrong else found!r}, expected {accepted}")
+    return tuple(dict.fromkeys(found))

@@ -81,7 +81,7 @@ def supersedes(later: _Timed, before: _Timed) -> bool:
 
 
 def standing(rows: Iterable[Measurement]) -> list[Measurement]:
-    """The right and timed row of each configuration that counts, from rows in the order they were made.
+    """The right and timed row of each configuration that counts, from rows in the order they were measured.
 
     A configuration whose latest row is not "ok" has none: one found wrong later never wins. Else the latest of its
     surest final rows since it was last not ok counts, and without one its latest row.
@@ -98,7 +98,7 @@ def standing(rows: Iterable[Measurement]) -> list[Measurement]:
 
 
 def pick(rows: Iterable[Measurement]) -> Measurement | None:
-    """The winner among rows of one problem on one GPU, in the order they were made.
+    """The winner among rows of one problem on one GPU, in the order they were measured.
 
     Finalists of a sweep come before what was timed only once, and those of a surer method before others, whose ratios
     do not compare with theirs. Two rows that also have torch's time are compared by their ratio to it, because clocks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -36,11 +36,12 @@ class Winners:
             self._file.write(lambda connection: insert(connection, [astuple(row) for row in stamped]))
 
     def rows(self, problem: str | None = None) -> list[Measurement]:
-        """All rows, oldest first, or those of one problem."""
+        """All rows, the first measured first, or those of one problem. An imported row may be older than one recorded
+        before it."""
         return self._select("WHERE problem = ?", problem) if problem is not None else self._select("")
 
     def rows_ending(self, *endings: str, seconds: float | None = None) -> list[Measurement]:
-        """The rows of every problem whose text ends in a space and one of these (a signature's text), oldest first.
+        """The rows of every problem whose text ends in a space and one of these (a signature's text), as `rows`.
 
         seconds: as of `WinnersFile.read`, which raises WinnersHeld.
         """
@@ -57,7 +58,7 @@ class Winners:
         return False
 
     def _select(self, where: str, *arguments: str, seconds: float | None = None) -> list[Measurement]:
-        query = f"SELECT {', '.join(COLUMNS)} FROM measurement {where} ORDER BY id"
+        query = f"SELECT {', '.join(COLUMNS)} FROM measurement {where} {_IN_TIME}"
         found = self._file.read(lambda connection: fetch(connection, query, arguments), seconds)
         return [_read(row) for row in found]
 
@@ -76,14 +77,18 @@ class Winners:
             and fingerprint in (None, row.fingerprint)
         )
 
-    def prune(self, unwanted: Callable[[Measurement], bool]) -> int:
-        """Deletes the rows for which `unwanted(row)`; returns how many."""
+    def prune(self, unwanted: Callable[[Sequence[Measurement]], Iterable[bool]]) -> tuple[int, int]:
+        """Deletes those of all rows for which `unwanted`, called with all in the order of `rows`, has True.
 
-        def delete(connection) -> int:
-            found = fetch(connection, f"SELECT id, {', '.join(COLUMNS)} FROM measurement")
-            doomed = [(row[0],) for row in found if unwanted(_read(row[1:]))]
+        It is called while nobody else can write. Returns how many were deleted, and of how many.
+        """
+
+        def delete(connection) -> tuple[int, int]:
+            found = fetch(connection, f"SELECT id, {', '.join(COLUMNS)} FROM measurement {_IN_TIME}")
+            marks = unwanted([_read(row[1:]) for row in found])
+            doomed = [(row[0],) for row, mark in zip(found, marks, strict=True) if mark]
             connection.executemany("DELETE FROM measurement WHERE id = ?", doomed)
-            return len(doomed)
+            return len(doomed), len(found)
 
         return self._file.write(delete)
 
@@ -92,6 +97,7 @@ class Winners:
         return self._file.stamp()
 
 
+_IN_TIME = "ORDER BY measured_at, id"
 _TYPES = tuple(
     (float, type(None)) if "seconds" in name else (int,) if name == "sm_count" else (str,) for name in COLUMNS
 )

@@ -82,12 +82,15 @@ def test_the_choice_is_known_beside_the_fastest(recipe, m, n, k, monkeypatch):
 
 
 GATED = {
-    ("rows", 1): ("s5/row", "s8/serp8"),
-    ("rows", 8): ("s5/row", "s8/serp8"),
-    ("rows", 16): ("s5/row", "s8/serp8"),
-    ("blocks", 16): ("s5/row",),
+    ("rows", 1): ("c2x1/s6/serp8",),
+    ("rows", 8): ("c2x1/s6/serp8", "c1x1/s5/row"),
+    ("rows", 16): ("c2x1/s6/serp8", "c1x1/s5/row", "c1x1x2/s5/row"),
+    ("blocks", 1): ("c1x1/s5/row",),
+    ("blocks", 8): ("c1x1/s5/row",),
+    ("blocks", 16): ("c1x1/s5/row", "c1x1x2/s5/row"),
 }
-"""What was within 3 % of the fastest at 28672x4096 with gate and up: stages and order of swapped 128x16 tiles."""
+"""What was within 3 % of the fastest of five swapped 128x16 tiles at 28672x4096 with gate and up: cluster, stages and
+order (an H200, 30 November 2026)."""
 
 
 @pytest.mark.parametrize(("recipe", "m"), GATED)
@@ -96,7 +99,7 @@ def test_few_rows_of_gate_and_up_take_swapped_tiles(recipe, m, monkeypatch):
     program = parse("def epilogue(gate: halves[0], up: halves[1]) -> bf16: return silu(gate) * up")
     chosen = heuristics.choose(scaled_problem(recipe, m, 28672, 4096, simplified(program)), H200)
     assert chosen is not None
-    measured = [f"sm90/128x16x128/coop1/c1x1/{each}/swap/pdl/twin" for each in GATED[recipe, m]]
+    measured = [f"sm90/128x16x128/coop1/{each}/swap/pdl/twin" for each in GATED[recipe, m]]
     assert str(chosen[1]) in measured
 
 

@@ -220,6 +220,43 @@ def test_a_pipe_of_a_tool_that_breaks(read, monkeypatch, tmp_path):
     assert done.stderr.strip().endswith("BrokenPipeError\n1") if read else done.stderr == "1\n"
 
 
+HELP = """
+import contextlib, importlib, io
+from tuning import command
+for name, (module, _) in command.TOOLS.items():
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        importlib.import_module(module).main(["--help"])
+    assert "usage: " in said.getvalue(), name
+"""
+
+
+def test_tools_need_no_docstrings():
+    subprocess.run([sys.executable, "-OO", "-c", HELP], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize(("given", "status", "said"), [
+    ("winners list >&-", 0, ""),
+    ("winners import - <&-", 2, "python -m tuning.winners import: standard input: it is closed\n"),
+])  # fmt: skip
+def test_standard_streams_may_be_closed(given, status, said, tmp_path):
+    done = subprocess.run(
+        f"{sys.executable} -m tuning.command {given}", shell=True, cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "CUTEGEMM_CACHE_DIR": str(tmp_path)}, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (status, said)
+
+
+def test_explain_writes_nothing_that_it_needs(tmp_path):
+    """Without a folder that can be written Python computes the cost model, as it does without a C compiler."""
+    code = "import tempfile; tempfile.tempdir = '/proc'; from tuning import command; "
+    code += "print(command.main(['explain', '--shapes', '2048x1536x2048', '--gpu', 'H200']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True,
+        env={**os.environ, "CUTEGEMM_CACHE_DIR": "/proc/x"},
+    )  # fmt: skip
+    assert done.stdout.endswith("0\n"), done.stdout + done.stderr
+
+
 def test_a_ladder_by_name(capsys):
     with pytest.raises(SystemExit):
         command.main(["ladder", "hopper", "--ladder", "16bit"])

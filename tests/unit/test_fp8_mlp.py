@@ -185,6 +185,14 @@ def test_states_that_do_not_fit():
         made.load_state_dict(HuggingFace(hidden=100).state_dict())
 
 
+@pytest.mark.parametrize("other", [Fp8SwiGLU(IN, 200, OUT), cutegemm.nn.SwiGLU(IN, 200, OUT, dtype=BF16)])
+def test_two_weights_that_say_one_thing_are_refused(other):
+    """Which of them would be loaded, nobody could know."""
+    made = Fp8SwiGLU(IN, 200, OUT)
+    with pytest.raises(ValueError, match=r"state_dict: got gate_up[._]weight and gate_proj.weight, expected one of"):
+        made.load_state_dict({**HuggingFace(hidden=200).state_dict(), **other.state_dict()})
+
+
 def test_mlps_are_replaced_before_the_other_layers(seed):
     torch.manual_seed(seed)
     model = torch.nn.ModuleDict({"mlp": HuggingFace(), "head": torch.nn.Linear(OUT, 32, dtype=BF16)})

@@ -346,6 +346,15 @@ def test_a_gate_and_an_up_of_different_shapes_are_not_stacked(shape):
         SwiGLU(8, 6).load_state_dict({**state, "down_proj.weight": torch.ones(8, 6)})
 
 
+def test_two_weights_that_say_one_thing_are_refused():
+    made = SwiGLU(8, 6)
+    theirs = {f"{name}_proj.weight": torch.ones(6, 8) for name in ("gate", "up")}
+    with pytest.raises(ValueError, match=r"got gate_up_weight and gate_proj\.weight, expected one of them"):
+        made.load_state_dict({**made.state_dict(), **theirs})
+    with pytest.raises(ValueError, match=r"got down_weight and down_proj\.weight, expected one of them"):
+        made.load_state_dict({**made.state_dict(), "down_proj.weight": torch.ones(8, 6)})
+
+
 def test_gated_parallel_says_which_call_makes_the_module_that_it_shards():
     from cutegemm.parallel import GatedParallel  # imports torch.distributed.tensor
 

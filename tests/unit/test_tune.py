@@ -41,6 +41,28 @@ def fakes(timer: FakeTimer | None = None) -> dict:
     return {"timer": timer or FakeTimer(lambda candidate: 1e-3 + 1e-6 * len(candidate.text)), "pool": FakeCompiler()}
 
 
+@pytest.mark.parametrize(("given", "said"), [
+    ({"backends": "cute"}, "backends: got 'cute', expected a sequence of some of 'cute', 'cutlass2x', 'legacy'"),
+    ({"backends": ("cute", "auto")}, "backends: got 'auto', expected a sequence"),
+    ({"backends": ()}, r"backends: got \(\), expected"),
+    ({"backends": None}, "backends: got None, expected"),
+    ({"budget": "60"}, "budget: got '60', expected a positive number of seconds"),
+    ({"budget": float("nan")}, "budget: got nan, expected"),
+    ({"jobs": -1}, "jobs: got -1, expected a positive number of processes, or None"),
+    ({"jobs": 2.5}, "jobs: got 2.5, expected"),
+])  # fmt: skip
+def test_bad_arguments_of_a_search_are_named(given, said):
+    timer = FakeTimer(lambda candidate: pytest.fail("nothing is timed"))
+    with pytest.raises(ValueError, match=said):
+        on_demand.search(PROBLEM, H200, 0, **given, **fakes(timer))
+
+
+def test_a_backend_named_twice_is_searched_once():
+    once, twice = (on_demand.search(PROBLEM, H200, 0, budget=600, backends=names, **fakes())
+                   for names in (("cute",), ("cute", "cute")))  # fmt: skip
+    assert twice.enumerated == once.enumerated
+
+
 def test_the_winner_is_recorded_and_used():
     found = on_demand.search(PROBLEM, H200, 0, budget=600, **fakes())
     assert found.backend == "cute"

@@ -15,7 +15,7 @@ from cutegemm import backend, winners
 from cutegemm.choice import plan
 from cutegemm.cute import FAMILIES
 from cutegemm.problem import Problem
-from cutegemm.winners import Measurement, Winners, lookup, neighbours
+from cutegemm.winners import Measurement, Winners, lookup, neighbours, pick
 from cutegemm.winners import table as winners_table
 from cutegemm.winners.fingerprint import fingerprint, is_fresh
 from cutegemm.winners.table import dump, load, shipped, table_name
@@ -369,3 +369,61 @@ def test_prune(store, data, capsys):
     assert said(capsys, "prune", "--superseded") == "1 of 3 rows deleted\n"
     assert [r.seconds for r in store.rows() if r.gpu == "H200"] == [1.2e-6]
     assert said(capsys, "prune", "--everything", "--gpu", "A100") == "1 of 2 rows deleted\n"
+
+
+WRONG = "wrong: 12 elements"
+OLD, NEW = "2026-11-20T00:00:00+00:00", "2026-11-29T00:00:00+00:00"
+
+
+def test_an_imported_row_is_as_old_as_it_says(store, data, tmp_path, capsys):
+    """A configuration that was found wrong later does not win, and what was measured later is not superseded."""
+    old = row(FAST, 2e-6, measured_at=OLD)
+    file = tmp_path / "old.json"
+    file.write_text(dump([old]))
+    store.record(row(FAST, None, measured_at=NEW, verdict=WRONG))
+    assert said(capsys, "import", str(file)).startswith("1 rows added")
+    assert pick(store.rows()) is None
+    store.record(row(SLOW, 1e-6, measured_at=NEW))
+    file.write_text(dump([row(SLOW, 2e-6, measured_at=OLD)]))
+    said(capsys, "import", str(file))
+    assert said(capsys, "prune", "--superseded") == "2 of 4 rows deleted\n"
+    assert [(r.config, r.measured_at) for r in store.rows()] == [(FAST, NEW), (SLOW, NEW)]
+
+
+def test_a_configuration_found_wrong_goes_with_its_verdict(store, data, capsys):
+    store.record(
+        row(FAST, 1e-6, measured_at=OLD),
+        row(SLOW, 3e-6, measured_at=OLD),
+        row(FAST, None, measured_at=NEW, verdict=WRONG),
+    )
+    assert pick(store.rows()).config == SLOW
+    assert said(capsys, "prune", "--wrong") == "2 of 3 rows deleted\n"
+    assert pick(store.rows()).config == SLOW
+    store.record(row(SLOW, None, measured_at=OLD, verdict=WRONG), row(SLOW, 2e-6, measured_at=NEW))
+    said(capsys, "prune", "--wrong")
+    assert [r.seconds for r in store.rows()] == [2e-6]  # it was right again later
+
+
+def test_what_is_recorded_while_a_prune_waits_is_kept(store, data, monkeypatch, capsys):
+    """Which rows are superseded is decided while nobody else can write."""
+    store.record(row(FAST, 1e-6, measured_at=OLD), row(FAST, 1e-6, measured_at=NEW))
+    prune = Winners.prune
+
+    def later(self, unwanted):
+        store.record(row(SLOW, 1e-6, problem=str(Problem.of(8, 8, 8))))
+        return prune(self, unwanted)
+
+    monkeypatch.setattr(Winners, "prune", later)
+    assert said(capsys, "prune", "--superseded") == "1 of 3 rows deleted\n"
+    assert [r.config for r in store.rows()] == [FAST, SLOW]
+
+
+def test_rows_without_a_date_are_known_when_they_come_again(store, data, tmp_path, capsys):
+    table = json.loads(dump([row(FAST, 1e-6), row(SLOW, 1e-6)]))
+    place = table["columns"].index("measured_at")
+    for values in (table["columns"], *table["rows"]):
+        del values[place]
+    file = tmp_path / "undated.json"
+    file.write_text(json.dumps(table))
+    assert said(capsys, "import", str(file)).startswith("2 rows added, 0 known already")
+    assert said(capsys, "import", str(file)).startswith("0 rows added, 2 known already")

@@ -54,6 +54,15 @@ _GATED = (
 )
 """Compared for dense products of up to `UNSWAPPED_ROWS` rows whose program has gate and up in halves: swapped tiles
 that hold both, in clusters along K, which keep the SMs busy where there are few columns."""
+_GATED_LAYERS = (
+    "sm90/64x64x128/coop1/c2x1/s6/serp8/pdl",
+    "sm90/64x128x64/coop1/c1x2/s8/serp8/pdl",
+    "sm90/128x96x64/coop1/c2x1/s7/serp8/swap/pdl",
+    "sm90/192x96x64/coop3/c1x4/s5/serp8/pdl",
+)
+"""Compared for such products of more rows. The cells of `shortlists` were made for plain products: by the model a
+choice among a cell alone lost 1.0 % at first products of gated MLPs, and 17 % at most; among these too it loses 0.6 and
+7 %."""
 _IN_PARTS = ("sm90/128x256x64/coop2/c1x2/s4/serp8/zig/pdl",)
 """In the shortlists of small results of long sums too, with K split: large tiles in parts fill the SMs once, and load
 least for each multiplication (592x2048x18048 on an H200: 70 us in three parts, 94 by the best of the others)."""
@@ -137,7 +146,7 @@ MOST_STAGES = 16
 def _with_shortlists(signature: Signature) -> tuple[str, ...]:
     """The candidates with shortlists, as they serve a signature."""
     texts = (*shortlists.configurations(), *_ROW_BY_ROW, *_IN_PARTS, *_STREAMED, *_BANDED, *_RINGED)
-    texts += _GATED if _is_divided(signature) else ()
+    texts += (*_GATED, *_GATED_LAYERS) if _is_divided(signature) else ()
     texts += _fitted(signature, [text for each in FITTED_ROWS.values() for text in each])
     texts += _WIDE if _takes_wide(signature) else ()
     texts += FITTED_PAIRS if _takes_pairs(signature) else ()
@@ -188,7 +197,7 @@ def _gives_several(signature: Signature) -> bool:
 
 
 def _is_divided(signature: Signature) -> bool:
-    """Whether `_GATED` are compared for few rows of a signature."""
+    """Whether `_GATED` and `_GATED_LAYERS` are compared for a signature."""
     return signature.epilogue.gating == "halves" and signature.work == DENSE
 
 
@@ -317,8 +326,8 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
     if signature.epilogue.gating and m < UNSWAPPED_ROWS:
         # Few of the swapped tiles, which fill the shortlists of few rows, can hold gate and up.
         found += shortlists.shortlist(arch, signature.majors, UNSWAPPED_ROWS, n, k, batch)
-    if m <= UNSWAPPED_ROWS and _is_divided(signature):
-        found += ((text, False) for text in _GATED)
+    if _is_divided(signature):
+        found += ((text, False) for text in (_GATED if m <= UNSWAPPED_ROWS else _GATED_LAYERS))
     if signature.epilogue.custom is not None:
         # A plain product in one round takes as long with either schedule; a program takes longer in ping-pong.
         twins = [(text.replace("/pp/", "/coop2/"), split) for text, split in found]

@@ -91,7 +91,8 @@ def test_gate_and_up_behind_scales_of_blocks(gating, recipes, shape, whole, seed
         "sm90/128x192x128/coop2/c2x1/s4/serp8/zig/pdl", "sm90/128x128x128/coop2/c1x1/s5/serp8/pdl",
         "sm90/64x128x128/coop1/c1x1/s6/serp8/pdl/twin", "sm90/192x128x128/coop3/c1x2/s4/serp8/pdl",
         "sm90/128x64x128/coop1/c1x1/s6/serp8/swap/pdl/twin", "sm90/256x32x128/coop2/c1x2/s4/serp8/swap/pdl",
-        "sm90/128x128x128/coop2/c2x1/s5/serp8/streamk/pdl",
+        "sm90/128x128x128/coop2/c2x1/s5/serp8/streamk/pdl", "sm90/128x16x128/coop1/c1x1x8/s5/row/swap/pdl/twin",
+        "sm90/128x64x128/coop1/c1x1x4/s4/row/swap/pdl/twin", "sm90/64x128x128/coop1/c2x2x2/s9/row/pdl/twin",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("f", [776, 1024, 1002, 333])

@@ -123,8 +123,11 @@ def _tight(pair: Pair) -> bool:
 
 
 def _lookup(store: kernel_store.KernelStore, pair: Pair, arch: Arch, tools: toolkit.Toolkit) -> Entry | None:
+    """The unit that a kernel was compiled in; where that is damaged, the one that was then compiled for it alone."""
     pointer = store.get(_kernel_key(pair, arch, tools))
-    return store.get(pointer.meta["unit"]) if pointer is not None else None
+    if pointer is None:
+        return None
+    return store.get(pointer.meta["unit"]) or store.get(_unit_key([_text(pair)], arch, tools))
 
 
 def _text(pair: Pair) -> str:

@@ -291,6 +291,22 @@ def test_units_are_shared_and_found_again(store_root, monkeypatch):
     assert len(compiled) == 4
 
 
+def test_a_damaged_unit_is_compiled_once_more_for_each_kernel(store_root, monkeypatch, caplog):
+    monkeypatch.setattr(toolkit, "find", lambda: "tools")
+    monkeypatch.setattr(emit, "translation_unit", lambda pairs: " ".join(str(c) for _, c in pairs))
+    monkeypatch.setattr(
+        build, "compile_source", lambda source, *_: kernel_store.Artefacts({"unit.ptx": source.encode()}, {})
+    )
+    pairs = [(FP16.signature, config) for config in published()[:2]]
+    (entry, _) = build.build_many(pairs, H200, jobs=1)
+    entry.file("unit.ptx").write_text("damaged")
+    again = build.build(*pairs[0], H200)
+    assert again.text("unit.ptx") == str(pairs[0][1])
+    caplog.clear()
+    assert build.build(*pairs[0], H200).path == again.path
+    assert not caplog.records  # nothing was said to be compiled
+
+
 @pytest.mark.parametrize(
     ("status", "said"),
     [

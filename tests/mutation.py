@@ -210,6 +210,9 @@ SPECS: tuple[Spec, ...] = (
     ),
     _sm90("gated", "64x64x64/coop1/c2x1/s2/row", "bf16", (136, 144, 200), (8, 16, 24), program="swiglu"),
     _sm90(
+        "gated-cluster-k", "128x16x64/coop1/c1x1x2/s2/row/swap", "bf16", (24, 144, 328), (8, 16, 24), program="swiglu"
+    ),
+    _sm90(
         "pp-pairs-swapped",
         "128x32x64/pp/c1x1/s3/row/swap",
         "bf16",

@@ -180,13 +180,10 @@ def _linear(weight: torch.Tensor) -> torch.nn.Linear:
 
 def _translate(module: Fp8SwiGLU, state: dict[str, Any], prefix: str) -> None:
     """Makes the entries of the two layers of those of a `SwiGLU`, and of three weights with or without scales."""
-    for ours, theirs in (("gate_up", ("gate", "up")), ("down", ("down",))):
-        named = [
-            f"{prefix}{ours}_weight",
-            f"{prefix}{ours}.weight",
-            *(f"{prefix}{name}_proj.weight" for name in theirs),
-        ]
-        check_one([name for name in named[:3] if name in state])
+    for ours, theirs in (("gate_up", "gate"), ("gate_up", "up"), ("down", "down")):
+        named = (f"{prefix}{ours}_weight", f"{prefix}{ours}.weight", f"{prefix}{theirs}_proj.weight")
+        check_one([name for name in named if name in state])
+    for ours in ("gate_up", "down"):
         if isinstance(state.get(f"{prefix}{ours}_weight"), torch.Tensor):
             weight = state.pop(f"{prefix}{ours}_weight")
             state[f"{prefix}{ours}.weight"] = weight.flatten(0, 1) if weight.dim() == 3 else weight

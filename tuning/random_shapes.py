@@ -3,7 +3,7 @@
 
 The same seed draws the same shapes. A seed that judged once, or that times were learned from, judges no more. Two draws
 of layers share some shapes, whatever their seeds, because there are few models. So what was learned from `layers` is
-judged by `others`, the layers of other models.
+judged by `others`, the layers of other models. `gated` has weights of both.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ MOST_SECONDS = 0.7e-3
 MOST_BYTES = 2e9
 MOST_TOKENS = 8192
 MOST_SECONDS_OF_A_LAYER = 3e-3
-MOST_SHARDS = 8
+SHARDS = (1, 2, 4, 8)
+"""Numbers of GPUs that an MLP is divided among."""
 MOST_DRAWS = 20000
 """For each problem that is asked for."""
 
@@ -116,11 +117,10 @@ def others(
 def gated(
     count: int, seed: int, dtype: str, majors: str, arch: Arch, precision: str = "ieee", flops: Flops = ANY
 ) -> list[Problem]:
-    """The first products of gated MLPs of both kinds of models, whole or divided among up to `MOST_SHARDS` GPUs along
-    the hidden features; N counts the columns of gate and up."""
+    """The first products of gated MLPs of both kinds of models, whole or divided among `SHARDS` GPUs along the
+    hidden features; N counts the columns of gate and up."""
     models = (*MODELS.values(), *OTHER_MODELS.values())
-    shards = [1 << i for i in range(MOST_SHARDS.bit_length())]
-    weights = [(2 * feed // by, width) for width, *_, feed, _ in models for by in shards if feed % (STEP * by) == 0]
+    weights = [(2 * feed // by, width) for width, *_, feed, _ in models for by in SHARDS if feed % (STEP * by) == 0]
     return _layers(list(dict.fromkeys(weights)), count, seed, dtype, majors, arch, precision, flops)
 
 

@@ -99,6 +99,8 @@ def export(store: Winners, options: argparse.Namespace) -> int:
         raise ValueError("nothing to export: no such rows that are right, timed and made with today's kernels")
     text = winners_table.dump(_in_order(rows))
     if options.file == "-":
+        if sys.stdout is None:
+            raise ValueError("standard output: it is closed")
         sys.stdout.write(text)
     else:
         cli.write(options.file, text)
@@ -117,12 +119,12 @@ def take_in(store: Winners, options: argparse.Namespace) -> int:
         raise ValueError(f"{'standard input' if options.file == '-' else options.file}: {wrong}") from None
     _known_gpu(found.values(), options)
     for number, row in found.items():
-        if (why := why_invalid(row)) is not None:
+        if (why := why_invalid(row) or _why_undatable(row)) is not None:
             refused[number] = f"row {number}: {why}"
     for _, why in sorted(refused.items()):
         print(f"skipped: {why}", file=sys.stderr)
-    rows = _selected((row for number, row in found.items() if number not in refused), options)
-    known = {each for row in store.rows() for each in (_identity(row), _undated(row))}
+    rows = _selected((_in_utc(row) for number, row in found.items() if number not in refused), options)
+    known = {_identity(row) for row in store.rows()}
     new = list({_identity(row): row for row in rows if _identity(row) not in known}.values())
     store.record(*new)
     if store.path is None and new:
@@ -173,15 +175,20 @@ def prune(store: Winners, options: argparse.Namespace) -> int:
 
 def _refuted(rows: Sequence[Measurement]) -> set[int]:
     """The places of rows that are not ok, and of earlier ones of the same kernel and problem: without the verdict that
-    came later these would count again."""
+    came later these would count again. For the same reason a verdict on a shipped row stays."""
+    shipped = {_kernel(row) for row in winners_table.all_shipped()}
     found: set[int] = set()
     earlier: dict[tuple[object, ...], list[int]] = {}
     for number, row in enumerate(rows):
-        kernel = row.gpu, row.sm_count, row.problem, row.backend, row.config, row.fingerprint
+        kernel = (*_kernel(row), row.fingerprint)
         earlier.setdefault(kernel, []).append(number)
-        if row.verdict != "ok":
+        if row.verdict != "ok" and _kernel(row) not in shipped:
             found.update(earlier.pop(kernel))
     return found
+
+
+def _kernel(row: Measurement) -> tuple[object, ...]:
+    return row.gpu, row.sm_count, row.problem, row.backend, row.config
 
 
 def restamp(store: Winners, options: argparse.Namespace) -> int:
@@ -273,17 +280,28 @@ def _identity(row: Measurement) -> Measurement:
     return replace(row, origin="")
 
 
-def _undated(row: Measurement) -> Measurement:
-    """As a table has it that does not say when rows were measured."""
-    return replace(row, origin="", measured_at="")
-
-
 def _flops(row: Measurement) -> int | None:
     """2 M N K times the batch; None for a text that is no problem's."""
     try:
         return problem_text.parse(row.problem).flops
     except ValueError:
         return None
+
+
+def _why_undatable(row: Measurement) -> str | None:
+    try:
+        datetime.fromisoformat(row.measured_at or "2026-11-30")
+    except ValueError:
+        return f"measured_at: got {row.measured_at!r}, expected a date and time such as 2026-11-30T12:00:00+00:00"
+    return None
+
+
+def _in_utc(row: Measurement) -> Measurement:
+    """The same with its time in UTC, which the store orders rows by, and not in the future."""
+    if not row.measured_at:
+        return row
+    when = min(_when(row), datetime.now(timezone.utc))
+    return replace(row, measured_at=when.astimezone(timezone.utc).isoformat(timespec="seconds"))
 
 
 def _when(row: Measurement) -> datetime:
@@ -323,7 +341,12 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("file", type=taken, help="a path, or - for standard output or input")
         if name == "prune":
             command.add_argument("--stale", action="store_true", help="measured with other kernels or compilers")
-            command.add_argument("--wrong", action="store_true", help="wrong results and failures")
+            command.add_argument(
+                "--wrong",
+                action="store_true",
+                help="wrong results and failures, with what the "
+                "same configurations had before; verdicts on shipped ones stay",
+            )
             command.add_argument("--superseded", action="store_true", help="measured again later")
             command.add_argument("--older", type=float, metavar="DAYS", help="older than so many days")
             command.add_argument("--everything", action="store_true", help="all that --gpu, --backend, --shape select")

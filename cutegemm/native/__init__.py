@@ -185,14 +185,17 @@ def is_ready() -> bool:
 def tell(function: str, arguments: tuple[Any, ...], how: tuple[Any, ...] | None) -> None:
     """Remembers what launches the call `function(*arguments)` of those above, and all like it.
 
-    how: None, Python computes it; or by function, where a launcher is the fields of a `Launcher`,
+    how: None where Python computes it. Else it depends on the function. A launcher is a tuple of the fields of a
+        `Launcher`.
         gemm: the launcher, shape and torch dtype of D, and whether a and b are exchanged.
-        program, scaled: what `cutegemm.run.fused.launch_of` gives, of the tensors a, b and those among the operands, or
-            of a, b, bias, scale_a and scale_b. A text in place of a program's number means calls of the operator. The
-            activation of `scaled` may also be one of `gates`, with which a layer alone asks.
+        program: what `cutegemm.run.fused.launch_of` gives, of the tensors a, b and those among the operands. A text in
+            place of the number means calls of the operator.
+        scaled: the same of the tensors a, b, bias, scale_a and scale_b. The activation may also be one of `gates`,
+            with which a layer alone asks.
         quantize: the launchers in order, shape and strides of the values, the shape of the scales (None: they are
             given), and how many partial maxima the launches exchange.
-        quantized_mlp: in order the launches of `cutegemm.mlp_operator.composed`, each as those of its call above.
+        quantized_mlp: how x is quantized, as of `quantize`; how the first product is computed, as of `scaled`; how its
+            result is quantized, None where its second result are the scales; and how the second product is computed.
         mixture: what `cutegemm.mixing.Settings.launches` gives.
     """
     if _state.module is not None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 import threading
 import warnings
@@ -152,12 +153,12 @@ def on_demand(problem: Problem, arch: Arch, device: int, **stand_ins: Any) -> No
 
 
 def _check_budget(budget: Any) -> None:
-    if not isinstance(budget, (int, float)) or isinstance(budget, bool) or not budget > 0:
+    if not isinstance(budget, numbers.Real) or isinstance(budget, bool) or not float(budget) > 0:
         raise ValueError(f"budget: got {budget!r}, expected a positive number of seconds")
 
 
 def _check_jobs(jobs: Any) -> None:
-    if jobs is not None and (not isinstance(jobs, int) or isinstance(jobs, bool) or jobs < 1):
+    if jobs is not None and (not isinstance(jobs, numbers.Integral) or isinstance(jobs, bool) or jobs < 1):
         raise ValueError(f"jobs: got {jobs!r}, expected a positive number of processes, or None")
 
 

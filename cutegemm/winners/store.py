@@ -29,11 +29,24 @@ class Winners:
         return None if self._file.in_memory else self._file.path
 
     def record(self, *rows: Measurement) -> None:
-        """Adds rows in one transaction, on disk when this returns; those without a time stamp get the present."""
+        """Adds rows in one transaction, on disk when this returns.
+
+        Those without a time stamp get the present, or the newest row's where the clock ran ahead. Imported ones stay
+        without: they count as older than all others.
+        """
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        stamped = [row if row.measured_at else replace(row, measured_at=now) for row in rows]
-        if stamped:
-            self._file.write(lambda connection: insert(connection, [astuple(row) for row in stamped]))
+
+        def add(connection) -> None:
+            newest = connection.execute(f"SELECT max(measured_at) FROM measurement WHERE {_IS_DATED}").fetchone()[0]
+            stamp = max(now, newest or "")
+            undated = (row.measured_at == "" and row.origin != "imported" for row in rows)
+            stamped = (
+                replace(row, measured_at=stamp) if each else row for row, each in zip(rows, undated, strict=True)
+            )
+            insert(connection, [astuple(row) for row in stamped])
+
+        if rows:
+            self._file.write(add)
 
     def rows(self, problem: str | None = None) -> list[Measurement]:
         """All rows, the first measured first, or those of one problem. An imported row may be older than one recorded
@@ -97,7 +110,7 @@ class Winners:
         return self._file.stamp()
 
 
-_IN_TIME = "ORDER BY measured_at, id"
+_IN_TIME, _IS_DATED = "ORDER BY measured_at, id", "measured_at GLOB '[0-9][0-9][0-9][0-9]-*'"
 _TYPES = tuple(
     (float, type(None)) if "seconds" in name else (int,) if name == "sm_count" else (str,) for name in COLUMNS
 )

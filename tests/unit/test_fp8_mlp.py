@@ -191,6 +191,9 @@ def test_two_weights_that_say_one_thing_are_refused(other):
     made = Fp8SwiGLU(IN, 200, OUT)
     with pytest.raises(ValueError, match=r"state_dict: got gate_up[._]weight and gate_proj.weight, expected one of"):
         made.load_state_dict({**HuggingFace(hidden=200).state_dict(), **other.state_dict()})
+    up = {"up_proj.weight": torch.ones(200, IN, dtype=BF16)}
+    with pytest.raises(ValueError, match=r"state_dict: got gate_up[._]weight and up_proj.weight, expected one of"):
+        made.load_state_dict({**up, **other.state_dict()}, strict=False)
 
 
 def test_mlps_are_replaced_before_the_other_layers(seed):

@@ -390,6 +390,45 @@ def test_an_imported_row_is_as_old_as_it_says(store, data, tmp_path, capsys):
     assert [(r.config, r.measured_at) for r in store.rows()] == [(FAST, NEW), (SLOW, NEW)]
 
 
+@pytest.mark.parametrize("when", ["2099-12-01T00:00:00+00:00", "2026-11-29T11:00:00+12:00", ""])
+def test_a_date_of_a_foreign_table_beats_no_later_verdict(when, store, data, tmp_path, capsys):
+    """A clock that ran ahead, another time zone, no date: what was found wrong after the import stays so."""
+    file = tmp_path / "foreign.json"
+    file.write_text(dump([row(FAST, 2e-6, measured_at=when)]))
+    assert said(capsys, "import", str(file)).startswith("1 rows added")
+    store.record(row(FAST, None, verdict=WRONG))
+    assert pick(store.rows()) is None
+
+
+def test_a_row_of_no_date_is_refused(store, data, tmp_path, capsys):
+    file = tmp_path / "foreign.json"
+    file.write_text(dump([row(FAST, 2e-6, measured_at="yesterday")]))
+    assert command.main(["import", str(file)]) == 1
+    assert "row 1: measured_at: got 'yesterday', expected a date and time" in capsys.readouterr().err
+    assert store.rows() == []
+
+
+def test_an_export_says_that_standard_output_is_closed(store, data, monkeypatch, capsys):
+    store.record(row(FAST, 2e-6))
+    monkeypatch.setattr("sys.stdout", None)
+    assert command.main(["export", "-"]) == 2
+    assert "standard output: it is closed" in capsys.readouterr().err
+
+
+def test_a_clock_that_ran_ahead_delays_no_verdict(store):
+    store.record(row(FAST, 2e-6, measured_at="2099-12-01T00:00:00+00:00"))
+    store.record(row(FAST, None, verdict=WRONG))
+    assert pick(store.rows()) is None
+
+
+def test_a_verdict_on_a_shipped_configuration_stays(store, data, capsys):
+    """Without it the shipped row would count again."""
+    (data / table_name("H200")).write_text(dump([row(FAST, 1e-6)]))
+    store.record(row(FAST, None, verdict=WRONG), row(SLOW, None, verdict=WRONG))
+    assert said(capsys, "prune", "--wrong") == "1 of 2 rows deleted\n"
+    assert [r.config for r in store.rows()] == [FAST]
+
+
 def test_a_configuration_found_wrong_goes_with_its_verdict(store, data, capsys):
     store.record(
         row(FAST, 1e-6, measured_at=OLD),

@@ -345,10 +345,13 @@ JSON = st.recursive(
 )
 
 
+THEN, LATER = "2026-11-20T00:00:00+00:00", "2026-11-21T00:00:00+00:00"
+
+
 @settings(max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_stands_in_a_table_its_import_ends_with_a_status(store, data, tmp_path, capsys):
-    table = json.loads(dump([row(GOOD, 1e-6, measured_at="then"), row(GOOD, 2e-6, measured_at="later")]))
+    table = json.loads(dump([row(GOOD, 1e-6, measured_at=THEN), row(GOOD, 2e-6, measured_at=LATER)]))
     place = data.draw(st.sampled_from(["cell", "row", "columns", "rows", "format", "all"]))
     value = data.draw(JSON)
     if place == "cell":
@@ -370,7 +373,7 @@ def test_whatever_stands_in_a_table_its_import_ends_with_a_status(store, data, t
     assert status in ((0, 1) if place in ("cell", "row") else (0, 1, 2))
     assert ("skipped: row 1: " in said.err) is (status == 1)
     if place in ("cell", "row"):
-        assert any(r.measured_at == "later" for r in store.rows()), "the good row is there"
+        assert any(r.measured_at == LATER for r in store.rows()), "the good row is there"
     assert lookup(PROBLEM, H200) is None or str(chosen().config) == GOOD
 
 

@@ -131,11 +131,7 @@ _FEW = (
     "sm90/64x16x128/coop1/c1x1x2/s8/row/swap/pdl",
 )
 """For few rows, and for small products: clusters that share what they load, or the sum over K."""
-_GATED = (
-    "sm90/128x16x128/coop1/c1x1/s5/row/swap/pdl",
-    "sm90/128x16x128/coop1/c1x1/s8/serp8/swap/pdl",
-    "sm90/128x32x128/coop1/c1x1/s8/serp8/swap/pdl",
-    "sm90/128x64x128/coop1/c1x1/s8/serp8/swap/pdl",
+_GATED_FEW = (
     "sm90/128x16x128/coop1/c1x1x2/s5/row/swap/pdl",
     "sm90/128x16x128/coop1/c1x1x4/s5/row/swap/pdl",
     "sm90/128x16x128/coop1/c1x1x4/s6/row/swap/pdl",
@@ -146,6 +142,14 @@ _GATED = (
     "sm90/128x64x128/coop1/c1x1x4/s4/row/swap/pdl",
     "sm90/64x96x128/coop1/c1x4/s5/serp8/pdl",
     "sm90/64x128x128/coop1/c1x4/s8/serp8/pdl",
+)
+"""Compared for up to `FEW_OF_LAYERS` rows of a dense product with gate and up in halves. Nearly all have clusters along
+K, which keep the SMs busy where there are few columns."""
+_GATED = (
+    "sm90/128x16x128/coop1/c1x1/s5/row/swap/pdl",
+    "sm90/128x16x128/coop1/c1x1/s8/serp8/swap/pdl",
+    "sm90/128x32x128/coop1/c1x1/s8/serp8/swap/pdl",
+    "sm90/128x64x128/coop1/c1x1/s8/serp8/swap/pdl",
 )
 """For few rows of a program with gate and up, whose swapped tiles have 128 rows a warpgroup. Without them 1, 8 and 16
 rows of 28672x4096 with scales of rows took 44, 39 and 40 us on an H200, with them 31."""
@@ -197,7 +201,7 @@ def shortlist(signature: Signature, cell: Iterable[tuple[str, bool]], m: int, k:
     halves = [(text, False) for text in _own(signature) if text in _HALF_IN_GROUPS]
     if signature.work != DENSE and halves and m > FEW_ROWS and not _may_refuse_halves(signature):
         return halves
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = () if m <= FEW_OF_LAYERS else _GATED_FEW
     if signature.work != DENSE:
         left_out = _HALF_IN_GROUPS if m <= FEW_ROWS else _IN_GROUPS if m > SOME_ROWS else ()
     found = [(text, False) for text in _own(signature) if text.removesuffix("/twin") not in left_out]
@@ -211,6 +215,11 @@ def shortlist(signature: Signature, cell: Iterable[tuple[str, bool]], m: int, k:
     return [each for each in dict.fromkeys(found) if each[0] not in poor]
 
 
+def is_divided(signature: Signature) -> bool:
+    """Whether it is a dense product with gate and up in halves, which take clusters along K."""
+    return signature.epilogue.gating == "halves" and signature.work == DENSE
+
+
 def _may_refuse_halves(signature: Signature) -> bool:
     """Whether sizes decide if a product takes halves (`promotion.why_refused`): then others are compared too."""
     return signature.epilogue.gating == "halves" and "b" in signature.epilogue.program.block_scales
@@ -220,6 +229,7 @@ def _may_refuse_halves(signature: Signature) -> bool:
 def _own(signature: Signature) -> tuple[str, ...]:
     """Those of the above that serve a signature."""
     texts: tuple[str, ...] = (*_LARGE, *_BOTH, *_FEW, *(_GATED if signature.epilogue.gating else ()))
+    texts += _GATED_FEW if is_divided(signature) else ()
     if signature.work in (*ROWS, MASKED):
         texts += _IN_GROUPS
     if signature.promotion is not None and signature.work in (DENSE, *ROWS, MASKED):
@@ -241,8 +251,10 @@ def _of_layers(signature: Signature) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=64)
 def _in_cells(signature: Signature) -> dict[str, str]:
     """The candidates of `shortlists` that serve a signature, in their order: as of 16 bits, and in the form that serves
-    it. None for gate and up, and none for promoted sums of groups, which were not timed with them."""
-    if signature.promotion is not None and signature.work != DENSE:
+    it. None where they were not timed: for promoted sums of groups, and for gate and up but for promoted sums of dense
+    products with these in halves."""
+    promoted, gating = signature.promotion is not None, signature.epilogue.gating
+    if (promoted and signature.work != DENSE) or (gating and not (promoted and is_divided(signature))):
         return {}
     forms = ((text, _form(shortlists.of_width(text, 1, wide=True), signature)) for text in shortlists.configurations())
     return {text: form for text, form in forms if form is not None}

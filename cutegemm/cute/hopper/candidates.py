@@ -146,7 +146,7 @@ MOST_STAGES = 16
 def _with_shortlists(signature: Signature) -> tuple[str, ...]:
     """The candidates with shortlists, as they serve a signature."""
     texts = (*shortlists.configurations(), *_ROW_BY_ROW, *_IN_PARTS, *_STREAMED, *_BANDED, *_RINGED)
-    texts += (*_GATED, *_GATED_LAYERS) if _is_divided(signature) else ()
+    texts += (*_GATED, *_GATED_LAYERS) if byte_candidates.is_divided(signature) else ()
     texts += _fitted(signature, [text for each in FITTED_ROWS.values() for text in each])
     texts += _WIDE if _takes_wide(signature) else ()
     texts += FITTED_PAIRS if _takes_pairs(signature) else ()
@@ -194,11 +194,6 @@ def _may_be_fitted(signature: Signature) -> bool:
 def _gives_several(signature: Signature) -> bool:
     """Whether there are several results of gate and up."""
     return signature.epilogue.gating is not None and len(signature.results) > 1
-
-
-def _is_divided(signature: Signature) -> bool:
-    """Whether `_GATED` and `_GATED_LAYERS` are compared for a signature."""
-    return signature.epilogue.gating == "halves" and signature.work == DENSE
 
 
 def _takes_pairs(signature: Signature) -> bool:
@@ -326,12 +321,15 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
     if signature.epilogue.gating and m < UNSWAPPED_ROWS:
         # Few of the swapped tiles, which fill the shortlists of few rows, can hold gate and up.
         found += shortlists.shortlist(arch, signature.majors, UNSWAPPED_ROWS, n, k, batch)
-    if _is_divided(signature):
+    if byte_candidates.is_divided(signature):
         found += ((text, False) for text in (_GATED if m <= UNSWAPPED_ROWS else _GATED_LAYERS))
     if signature.epilogue.custom is not None:
         # A plain product in one round takes as long with either schedule; a program takes longer in ping-pong.
         twins = [(text.replace("/pp/", "/coop2/"), split) for text, split in found]
         found += (each for each in twins if each[0] in shortlists.configurations())
+    if signature.epilogue.gating == "pairs" and signature.work == DENSE:
+        # Of some cells hardly any tile can hold pairs; wider products have tiles that neither swap nor divide K.
+        found += shortlists.shortlist(arch, signature.majors, m, 4 * n, k, batch)
     packs = any(map(signature.epilogue.program.uses, PACKERS))  # two results in one
     # Wider ones keep 8 to 112 bytes of registers in local memory with some programs.
     if packs or len(signature.results) > 1:

@@ -246,9 +246,9 @@ void* found_in(const char* library, const char* name) {
   return address;
 }
 
-// configure(names, in_python, stream, capturing): once, first of all. in_python: a dict of functions. names: what `activation`, the fields of `How`,
-// `scaling` and `backend` of `quantize`, and `activation` of layers accept. stream, capturing: 0 where CUDA tensors are
-// served; else addresses of functions, and CPU tensors are.
+// configure(names, in_python, stream, capturing): once, first of all. names: what `activation`, the fields of `How`,
+// `scaling` and `backend` of `quantize`, and `activation` of layers accept. in_python: a dict of functions. stream,
+// capturing: 0 where CUDA tensors are served; else addresses of functions, and CPU tensors are.
 PyObject* configure(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *names = nullptr, *functions = nullptr;

@@ -213,6 +213,7 @@ std::vector<at::Tensor> gemm_program_by_operator(
   return taken_list(call(in_python::gemm_program, given));
 }
 
-inline const Operator serves_gemm_program = served_with_lists_by<gemm_program_by_operator<PROGRAM_OPTION_TYPES>>("gemm_program");
+inline const Operator serves_gemm_program =
+    served_with_lists_by<gemm_program_by_operator<PROGRAM_OPTION_TYPES>>("gemm_program");
 
 }  // namespace cutegemm

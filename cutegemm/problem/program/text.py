@@ -15,7 +15,6 @@ annotation, `-> bf16` or `-> (None, bf16)`. Everything else is Python.
 from __future__ import annotations
 
 import ast
-import warnings
 
 from cutegemm.problem.dtypes import TABLE
 from cutegemm.problem.program.build import TYPE_NAMES, Builder
@@ -47,9 +46,7 @@ def parse(text: str) -> Program:
     Raises ValueError naming what is wrong.
     """
     try:
-        with warnings.catch_warnings():  # Python warns of `1and x`, which the reader below refuses or takes
-            warnings.simplefilter("ignore", SyntaxWarning)
-            module = ast.parse(text)
+        module = ast.parse(text)
     except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
         raise ValueError(f"an epilogue's text is a Python function, got {text[:200]!r}: {error}") from error
     if len(module.body) != 1 or not isinstance(module.body[0], ast.FunctionDef):

@@ -156,7 +156,7 @@ def test_halves_wait_for_little_between_their_products():
         ("128x128x128/coop2/c1x1/s3/g8/half", blocks(128, 1), "half has scales of 1 x 128 of A and of 128 x 128"),
         ("128x208x128/coop2/c1x1/s3/g8", gated(), "more than 96 spill"),
         ("128x64x128/coop2/c1x1/s3/g8/k2", gated(), "gate and up are finished together"),
-        ("128x64x128/coop2/c1x1x2/s3/g8", gated("pairs"), "gate and up are finished together"),
+        ("128x64x128/coop2/c1x1x2/s3/g8", gated("pairs"), "these lie in pairs"),
     ],
 )
 def test_what_the_rule_refuses(config, epilogue, reason):

@@ -186,7 +186,7 @@ def test_rows_say_how_they_were_timed(tmp_path):
 
 
 def test_older_rows_and_tables_have_no_note(tmp_path):
-    old = Measurement("H200", 132, "p", "cute", "c", "f", 1e-6, "ok", "then")
+    old = Measurement("H200", 132, "p", "cute", "c", "f", 1e-6, "ok", "2026-11-01")
     text = table.dump([old])
     assert "method" not in text
     assert table.load(text)[0].method == ""
@@ -196,5 +196,5 @@ def test_older_rows_and_tables_have_no_note(tmp_path):
         connection.executescript("ALTER TABLE measurement DROP COLUMN method; PRAGMA user_version = 2;")
     store = Winners(path)
     assert store.rows() == [old]
-    store.record(Measurement("H200", 132, "p", "cute", "c", "f", 1e-6, "ok", "now", method=METHOD))
+    store.record(Measurement("H200", 132, "p", "cute", "c", "f", 1e-6, "ok", "2026-11-02", method=METHOD))
     assert [row.method for row in store.rows()] == ["", METHOD]

@@ -98,7 +98,6 @@ class FragmentStore:
 
     def _leaf(self, sums, places, region, node: Node) -> Any:
         if node.op == "acc":
-            # A vector of each, one by one: two halves of one vector would be a vector in the main loop too.
             return self.read((sums[None, int(bool(node.attribute))] if self.up else sums).load())
         if node.op == "input":
             assert isinstance(node.attribute, int)

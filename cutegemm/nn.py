@@ -21,7 +21,7 @@ from cutegemm.problem.quantization import INPUTS
 from cutegemm.problem.reference import activate
 from cutegemm.pytorch import autocast, mlp
 from cutegemm.pytorch.sharded import is_distributed
-from cutegemm.quantized_linear import FORWARDS, Fp8Linear, check_one, check_quantized, why_not_quantized
+from cutegemm.quantized_linear import FORWARDS, Fp8Linear, check_quantized, why_not_quantized
 from cutegemm.quantized_mixture import Fp8MoE
 from cutegemm.quantized_mlp import Fp8SwiGLU
 from cutegemm.router import TopKRouter
@@ -266,7 +266,7 @@ class SwiGLU(replacing.Translating):
         self.settings = settings
 
     def _translate(self, state: dict[str, Any], prefix: str) -> None:
-        _stack_weights(self, state, prefix)
+        mlp.stack_weights(self.gate_up_weight, state, prefix)
 
     def reset_parameters(self) -> None:
         """Draws the weights as torch.nn.Linear does: uniform within 1 / sqrt of the number of inputs."""
@@ -333,24 +333,6 @@ class SwiGLU(replacing.Translating):
         made.gate_up_weight.requires_grad_(gate.requires_grad or up.requires_grad)
         made.down_weight = down if isinstance(down, torch.nn.Parameter) else made.down_weight
         return made
-
-
-def _stack_weights(module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Makes the entries of a `SwiGLU` of the three weights that Hugging Face's models have."""
-    gate, up, down = (f"{prefix}{name}_proj.weight" for name in ("gate", "up", "down"))
-    if all(isinstance(state.get(name), torch.Tensor) for name in (gate, up)):
-        shapes = tuple(state[gate].shape), tuple(state[up].shape)
-        if shapes[0] != shapes[1]:  # which, stacked, could fit
-            raise ValueError(f"state_dict: got {gate} of shape {shapes[0]} and {up} of shape {shapes[1]}, expected one")
-        kinds = [f"{each.dtype}, {each.layout} on {each.device}" for each in (state[gate], state[up])]
-        if kinds[0] != kinds[1]:
-            raise TypeError(f"state_dict: got {gate} of {kinds[0]} and {up} of {kinds[1]}, expected them alike")
-        check_one([name for name in (f"{prefix}gate_up_weight", gate) if name in state])
-        state[f"{prefix}gate_up_weight"] = torch.cat((state.pop(gate), state.pop(up)))
-    check_one([name for name in (f"{prefix}down_weight", down) if name in state])
-    if down in state:
-        state[f"{prefix}down_weight"] = state.pop(down)
-    mlp.reshape_weight(state, f"{prefix}gate_up_weight", module.gate_up_weight)
 
 
 def replace_mlps(

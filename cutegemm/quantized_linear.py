@@ -22,6 +22,7 @@ from cutegemm.problem.quantization import (
     NAMED,
 )  # fmt: skip
 from cutegemm.pytorch import autocast
+from cutegemm.pytorch.mlp import check_one
 from cutegemm.pytorch.scaled import ACCUMULATIONS
 from cutegemm.quantize import dequantize
 from cutegemm.quantized_weights import check_pair, padded, quantized
@@ -369,12 +370,6 @@ def check_quantized(dtype: Any, scaling: Any, accumulate: Any, precision: str | 
         raise ValueError(f"scaling: got {scaling!r} without dtype; pass dtype='fp8' or 'int8', or leave scaling away")
     elif accumulate is not None:
         raise ValueError(f"accumulate: got {accumulate!r} without dtype; pass dtype='fp8', or leave accumulate away")
-
-
-def check_one(keys: list[str]) -> None:
-    """Raises ValueError where a state has several tensors that say one thing, of which one would be dropped."""
-    if len(keys) > 1:
-        raise ValueError(f"state_dict: got {' and '.join(keys)}, expected one of them")
 
 
 def _checked(weight: Any, scale: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,8 @@ import torch
 
 from cutegemm import mxfp4, replacing
 from cutegemm.problem.quantization import BLOCK, FORMATS
-from cutegemm.quantized_linear import Settings, check_one
+from cutegemm.pytorch.mlp import check_one
+from cutegemm.quantized_linear import Settings
 from cutegemm.quantized_weights import check_pair, padded, quantized
 
 NAMES = ("gate_up_proj", "down_proj")

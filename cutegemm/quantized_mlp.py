@@ -13,9 +13,9 @@ from cutegemm.mlp_operator import composed
 from cutegemm.problem.quantization import ACCEPTED_INPUTS, BLOCK, INPUTS
 from cutegemm.pytorch import autocast
 from cutegemm.pytorch.dispatch import is_beyond_autograd
-from cutegemm.pytorch.mlp import GATES, check_activation, check_weights
+from cutegemm.pytorch.mlp import GATES, check_activation, check_one, check_weights
 from cutegemm.pytorch.sharded import is_distributed
-from cutegemm.quantized_linear import SCALE_NAMES, Fp8Linear, check_one
+from cutegemm.quantized_linear import SCALE_NAMES, Fp8Linear
 
 
 class Fp8SwiGLU(replacing.Translating):

@@ -49,6 +49,30 @@ def check_weights(gate: Any, up: Any, down: Any) -> None:
         request.check_device(name, each, gate.device, "gate")
 
 
+def stack_weights(own: torch.Tensor, state: dict[str, Any], prefix: str) -> None:
+    """Makes the entries of a `SwiGLU` of the three weights that Hugging Face's models have. own: its gate_up_weight."""
+    gate, up, down = (f"{prefix}{name}_proj.weight" for name in ("gate", "up", "down"))
+    if all(isinstance(state.get(name), torch.Tensor) for name in (gate, up)):
+        shapes = tuple(state[gate].shape), tuple(state[up].shape)
+        if shapes[0] != shapes[1]:  # which, stacked, could fit
+            raise ValueError(f"state_dict: got {gate} of shape {shapes[0]} and {up} of shape {shapes[1]}, expected one")
+        kinds = [f"{each.dtype}, {each.layout} on {each.device}" for each in (state[gate], state[up])]
+        if kinds[0] != kinds[1]:
+            raise TypeError(f"state_dict: got {gate} of {kinds[0]} and {up} of {kinds[1]}, expected them alike")
+        check_one([name for name in (f"{prefix}gate_up_weight", gate) if name in state])
+        state[f"{prefix}gate_up_weight"] = torch.cat((state.pop(gate), state.pop(up)))
+    check_one([name for name in (f"{prefix}down_weight", down) if name in state])
+    if down in state:
+        state[f"{prefix}down_weight"] = state.pop(down)
+    reshape_weight(state, f"{prefix}gate_up_weight", own)
+
+
+def check_one(keys: list[str]) -> None:
+    """Raises ValueError where a state has several tensors that say one thing, of which one would be dropped."""
+    if len(keys) > 1:
+        raise ValueError(f"state_dict: got {' and '.join(keys)}, expected one of them")
+
+
 def reshape_weight(state: dict[str, Any], name: str, own: torch.Tensor) -> None:
     """Gives an entry of a state_dict the shape of a weight: gate and up stacked in one dimension, or in one of 2."""
     given = state.get(name)

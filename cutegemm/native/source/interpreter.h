@@ -20,10 +20,7 @@ class Hook {
   Hook(const Hook&) = delete;
   Hook& operator=(const Hook&) = delete;
 
-  static std::vector<Hook*>& all() {
-    static auto* made = new std::vector<Hook*>;
-    return *made;
-  }
+  static std::vector<Hook*>& all() { return kept<std::vector<Hook*>>(); }
 
   const char* const name;
   PyObject* function = nullptr;  // never freed

@@ -21,6 +21,13 @@
 
 namespace cutegemm {
 
+// The one object of a class, made at the first call. It is never freed: threads may use it while the process ends.
+template <typename What>
+What& kept() {
+  static auto* made = new What;
+  return *made;
+}
+
 // The kind of device whose tensors are handled: CUDA, and in tests without a GPU the CPU.
 struct Device {
   c10::DeviceType type = c10::DeviceType::CUDA;

@@ -164,8 +164,7 @@ class Texts {
 };
 
 inline int64_t number_of(Text text) {
-  static auto* texts = new Texts;
-  return texts->number_of(text);
+  return kept<Texts>().number_of(text);
 }
 
 // The results of an operator whose tensors were described, where they can be computed here.

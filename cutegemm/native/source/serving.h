@@ -22,10 +22,7 @@ class Methods {
 
   Methods(std::initializer_list<Method> given) { all().insert(all().end(), given.begin(), given.end()); }
 
-  static std::vector<PyMethodDef>& all() {
-    static auto* made = new std::vector<PyMethodDef>;
-    return *made;
-  }
+  static std::vector<PyMethodDef>& all() { return kept<std::vector<PyMethodDef>>(); }
 };
 
 // A kernel whose lists may be None, which AOTInductor's runtime gives for an empty list.
@@ -76,10 +73,7 @@ class Operator {
     if (autograd_) autograd.impl(name_, autograd_());
   }
 
-  static std::vector<const Operator*>& all() {
-    static auto* made = new std::vector<const Operator*>;
-    return *made;
-  }
+  static std::vector<const Operator*>& all() { return kept<std::vector<const Operator*>>(); }
 
  private:
   const char* name_;
@@ -107,8 +101,7 @@ Operator served_with_lists_by(const char* name) {
 }
 
 inline std::vector<std::unique_ptr<torch::Library>>& registrations() {
-  static auto* made = new std::vector<std::unique_ptr<torch::Library>>;  // torch may be gone when the process ends
-  return *made;
+  return kept<std::vector<std::unique_ptr<torch::Library>>>();  // torch may be gone when the process ends
 }
 
 inline void register_operators() {

@@ -120,10 +120,7 @@ class AnyTable {
   virtual void clear() = 0;
   virtual size_t size() const = 0;
 
-  static std::vector<AnyTable*>& all() {
-    static auto* made = new std::vector<AnyTable*>;
-    return *made;
-  }
+  static std::vector<AnyTable*>& all() { return kept<std::vector<AnyTable*>>(); }
 
  protected:
   ~AnyTable() = default;
@@ -209,9 +206,6 @@ Table<What>& table_of() {
   return the_table<What>;
 }
 
-inline Workspaces& workspaces() {
-  static Workspaces* kept = new Workspaces;
-  return *kept;
-}
+inline Workspaces& workspaces() { return kept<Workspaces>(); }
 
 }  // namespace cutegemm

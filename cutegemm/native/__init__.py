@@ -188,8 +188,8 @@ def tell(function: str, arguments: tuple[Any, ...], how: tuple[Any, ...] | None)
     how: None where Python computes it. Else it depends on the function. A launcher is a tuple of the fields of a
         `Launcher`.
         gemm: the launcher, shape and torch dtype of D, and whether a and b are exchanged.
-        program: what `cutegemm.run.fused.launch_of` gives, of the tensors a, b and those among the operands. A text in
-            place of the number means calls of the operator.
+        program: what `cutegemm.run.fused.launch_of` gives, of the tensors a, b and those among the operands. For calls
+            of the operator the program's text stands in place of its number.
         scaled: the same of the tensors a, b, bias, scale_a and scale_b. The activation may also be one of `gates`,
             with which a layer alone asks.
         quantize: the launchers in order, shape and strides of the values, the shape of the scales (None: they are

@@ -2,8 +2,8 @@
 
 In a cluster of CM x CN x CK the CK CTAs of a place (row, column) compute the same tile of D over different parts of K.
 The sum is shared out: the CTA with K rank r owns the r-th of CK runs of every thread's accumulators, in units of one
-vector of 4; runs differ by one where their number does not divide. With gate and up in halves a unit is a vector of
-gate and the one of up that it is finished with.
+vector of 4; runs differ by one where their number does not divide. With gate and up in halves a unit is two
+vectors: one of gate, and the one of up for the same results.
 Each sends the others theirs over distributed shared memory, adds what it receives to its own and stores that:
 
     CTA 0 | WGMMA over part 0 .... | drained | send run 1 -> | add what came | store run 0

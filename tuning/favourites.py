@@ -6,10 +6,10 @@ cheapest are checked and timed in turns with torch, captured and L2-cold. So are
 best splits, which teaches what splits cost, and those of `--also`, whose splits are powers of two. With `--chosen` so
 is what the choice takes for a shape that nobody measured. With `--tiles` the cheapest of each tile and schedule counts,
 instead of each candidate. `--scaling blocks` is for fp8 and int8. With `--epilogue swiglu` N counts the columns of gate
-and of up, and torch computes the product and then the gating. Products of more than `SUSTAINED_FLOPS`, which bring
-tensor cores to the power limit, are timed in blocks of `BLOCK_SECONDS`, in two rounds. Printed is a text table for
-`tuning.calibrate` and `tuning.learn`, a block a shape. What is wrong or fails is named in it, and has no time. The exit
-status is 1 if a shape has no times.
+and of up; torch computes the product alone. Products of more than `SUSTAINED_FLOPS`, which bring tensor cores to the
+power limit, are timed in blocks of `BLOCK_SECONDS`, in two rounds. Printed is a text table for `tuning.calibrate` and
+`tuning.learn`, a block a shape. What is wrong or fails is named in it, and has no time. The exit status is 1 if a shape
+has no times.
 """
 
 from __future__ import annotations

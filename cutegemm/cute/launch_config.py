@@ -51,10 +51,6 @@ class LaunchedConfig:
         """The values of the extra arguments by name, without the workspace."""
         return {}
 
-    def why_refused(self, problem: Problem) -> str | None:
-        """None when a configuration that is valid for the problem's signature takes its sizes, else why not."""
-        return None
-
     def workspace_bytes(self, problem: Problem, arch: Arch) -> tuple[int, int]:
         """Bytes of a launch's workspace that must be zero before, and of the rest."""
         return 0, 0

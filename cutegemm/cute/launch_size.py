@@ -20,8 +20,6 @@ def why_refused(config: Any, problem: Problem) -> str | None:
             f"sums of int8 along K = {problem.k} may not fit into int32, in which kernels add them up; accepted is K "
             f"up to {MOST_K_OF_INT8}, or scales of blocks"
         )
-    if why := config.why_refused(problem):
-        return str(why)
     bm, bn, _ = config.tile()
     ctas = problem.tiles(bm, bn) * config.splits
     return None if ctas <= MAX_CTAS else f"{ctas} CTAs; a grid has at most {MAX_CTAS}"

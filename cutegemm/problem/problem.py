@@ -11,6 +11,7 @@ can read, is copied first; the plan names each such copy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -57,6 +58,8 @@ class Signature:
         work: a name of `problem.work.TABLE`: which products a launch computes.
         b_dtype: dtype name of B where it is not that of A.
         constant: "a" or "b" for an operand that no running kernel writes, as the call promises; "" for none.
+        halves: where blocks of 128 columns of B share a scale and its halves are gate and up, the greatest common
+            divisor of 128 and the columns of a half; 128 for all others.
     """
 
     dtype: str
@@ -72,6 +75,7 @@ class Signature:
     work: str = DENSE
     constant: str = ""
     b_dtype: str | None = None
+    halves: int = SCALE_K
 
     @property
     def dtypes(self) -> tuple[str, str]:
@@ -140,7 +144,7 @@ class Signature:
     def _fields(self) -> tuple[Any, ...]:
         return (
             self.dtype, self.out_dtype, self.precision, self.a_major, self.b_major, self.align_a, self.align_b,
-            self.align_d, self.align_c, self.epilogue, self.work, self.constant, self.b_dtype,
+            self.align_d, self.align_c, self.epilogue, self.work, self.constant, self.b_dtype, self.halves,
         )  # fmt: skip
 
     @cached_property
@@ -156,6 +160,7 @@ class Signature:
             f"{self.dtype}{'*' + self.b_dtype if self.b_dtype else ''}->{self.out_dtype}/{self.precision}"
             f"/a{self.a_major}{self.align_a}"
             f"/b{self.b_major}{self.align_b}/c{self.align_c}/d{self.align_d}/{self.epilogue}"
+            f"{'' if self.halves == SCALE_K else f'/halves{self.halves}'}"
             f"{'' if self.work == DENSE else '/' + self.work}{self.constant and '/constant_' + self.constant}"
         )
 
@@ -303,6 +308,7 @@ class Problem:
             self.work,
             self.constant,
             self.b_dtype,
+            SCALE_K if self.epilogue.custom is None else self._halves,
         )
         return _SIGNATURES.get(fields) or _SIGNATURES.setdefault(fields, Signature(*fields))
 
@@ -311,6 +317,13 @@ class Problem:
         """Bytes that divide the distance of gate's columns and up's ("halves") in a row-major B; 16 for all others."""
         by_halves = self.epilogue.gating == "halves" and self.b.row_major
         return alignment(0, ITEMSIZE[self.dtype], self.n // 2) if by_halves else 16
+
+    @property
+    def _halves(self) -> int:
+        """See `Signature.halves`."""
+        scales = self.epilogue.program.block_scales.get("b")
+        by_blocks = self.epilogue.gating == "halves" and scales is not None and scales.scales == f"b{SCALE_K}"
+        return math.gcd(self.n // 2, SCALE_K) if by_blocks else SCALE_K
 
     @property
     def columns(self) -> int:

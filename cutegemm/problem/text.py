@@ -17,7 +17,7 @@ _FORM = re.compile(
     rf"(?:{_SIZE}x)?{_SIZE}x{_SIZE}x{_SIZE} (\w+)(?:\*(\w+))?->(\w+)/(\w+)/a([km])(\d+)/b([kn])(\d+)/c(\d+)/d(\d+)"
     r"/(?:(?:([a-z_]+)\()?alpha\*acc(?:\+beta\*C\[(\w+)\])?(?:\+bias_([mn])\[(\w+)\])?\)?"
     # A program writes its divisions as `x / y`: the space tells them from the slash before the name of a work.
-    r"|(def .+?)(?:@([0-9,]+))?)(?:/(?!constant_)(\w+))?(?:/constant_([ab]))?",
+    r"|(def .+?)(?:@([0-9,]+))?)(?:/halves[0-9]+)?(?:/(?!constant_)(\w+))?(?:/constant_([ab]))?",
     re.ASCII,
 )
 _ALIGNMENTS = ("1", "2", "4", "8", "16")

@@ -197,16 +197,33 @@ def test_gate_and_up_behind_scales_of_blocks_spill_nothing(config, gating, acros
 
 
 @pytest.mark.parametrize(
-    ("f", "out_dtype", "counts"),
-    [(2048, "bf16", (128, 24)), (2056, "fp32", (128, 48)), (2050, "bf16", (128, 96)), (2049, "bf16", (128, 192))],
+    ("f", "tile", "counts"),
+    [
+        (2048, "128x128", (128, 2)),  # 64 columns of gate lie in one block of 128, and 64 of up in one
+        (2112, "128x128", (128, 2)),
+        (2080, "128x128", (128, 4)),  # up's may begin 32 columns in front of the end of a block
+        (2048, "128x192", (128, 4)),
+        (2056, "128x192", (128, 4)),
+        (2052, "128x192", (128, 48)),
+        (2050, "128x192", (128, 96)),
+        (2049, "128x192", (128, 192)),
+        (2048, "128x64/swap", (2, 64)),
+        (2112, "256x64/swap", (4, 64)),
+        (2080, "128x64/swap", (16, 64)),  # within the 64 rows of a WGMMA
+        (2050, "128x64/swap", (64, 64)),
+    ],
 )
-def test_how_many_columns_of_gate_and_up_share_a_number_of_a_stage(f, out_dtype, counts):
-    """As many as divide F whatever it is, as D's alignment tells; one each where 128 of a row share a scale."""
-    config = CUTE.parse("sm90/128x192x128/coop2/c1x1/s3/g8")
-    problem = Problem.of(64, 2 * f, 256, "e4m3", epilogue=gated(out_dtype=out_dtype), out_dtype=out_dtype)
+def test_numbers_of_a_stage_for_scales_of_gate_and_up(f, tile, counts):
+    """One for each block of 128 that the columns of gate, or those of up, may lie in. Where these may change blocks
+    within a fragment, one for every 4, 2 or 1 columns. So it is for single columns' scales.
+    """
+    tile, _, swap = tile.partition("/")
+    config = CUTE.parse(f"sm90/{tile}x128/coop1/c1x1/s3/g8{'/swap' if swap else ''}")
+    problem = Problem.of(64, 2 * f, 256, "e4m3", epilogue=gated())
     assert promotion.scale_counts(config, problem.signature) == counts
     each = Problem.of(64, 2 * f, 256, "e4m3", epilogue=gated(across=1), out_dtype="bf16")
-    assert promotion.scale_counts(config, each.signature) == (128, 192)
+    whole = config.bm if swap else config.bn
+    assert promotion.scale_counts(config, each.signature) == ((whole, config.bn) if swap else (config.bm, whole))
 
 
 @pytest.mark.parametrize(

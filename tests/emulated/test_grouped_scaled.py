@@ -142,12 +142,33 @@ def test_halves_of_a_tile_take_gate_and_up_of_whole_blocks(work, config, n, seed
     case.run(backend="cute", config=f"sm90/{config}")
 
 
+@pytest.mark.parametrize(
+    ("config", "f"),
+    [
+        ("128x128x128/coop2/c2x1/s2/g2", 64),
+        ("128x128x128/coop2/c2x1/s2/g2", 96),
+        ("128x128x128/coop2/c2x1/s2/g2", 68),
+        ("64x128x128/coop1/c1x1/s3/g2/twin", 80),
+        ("64x128x128/coop1/c1x1/s3/g2/twin", 65),
+        ("64x96x128/coop1/c1x1/s3/g2", 72),
+        ("64x96x128/coop1/c1x1/s3/g2", 66),
+        ("128x32x128/coop1/c1x1/s3/g2/swap", 64),
+        ("128x32x128/coop1/c1x1/s3/g2/swap", 96),
+        ("256x64x128/coop2/c1x2/s2/g2/swap", 192),
+        ("256x64x128/coop2/c1x2/s2/g2/swap", 66),
+    ],
+)
+def test_columns_of_up_begin_anywhere_in_a_block_of_scales(config, f, seed):
+    """At 64, 32, 16 and 8 columns of a block, and where fragments of accumulators change blocks."""
+    check_dense(2 * f, f"sm90/{config}", seed)
+
+
 def check_dense(n: int, config: str, seed: int) -> None:
     """SwiGLU of 150 x n x 400 in fp8 with scales of blocks: sums of integers, which are exact."""
     generator = torch.Generator().manual_seed(seed)
     a, b = (torch.randint(-2, 3, (rows, 400), generator=generator).to(torch.float8_e4m3fn) for rows in (150, n))
-    scale_a, scale_b = (torch.randint(-4, 1, (rows, 4), generator=generator).exp2() for rows in (150, n // 128))
-    of_a, of_b = scale_a.repeat_interleave(128, 1)[:, :400], scale_b.repeat_interleave(128, 0)
+    scale_a, scale_b = (torch.randint(-4, 1, (rows, 4), generator=generator).exp2() for rows in (150, -(-n // 128)))
+    of_a, of_b = scale_a.repeat_interleave(128, 1)[:, :400], scale_b.repeat_interleave(128, 0)[:n]
     of_b = of_b.repeat_interleave(128, 1)[:, :400]
     gate, up = ((a.double() * of_a) @ (b.double() * of_b).t()).chunk(2, -1)
     got = cutegemm.gemm(
@@ -171,7 +192,7 @@ def test_rows_that_are_copied_in_front_bring_their_scales(recipes, seed, monkeyp
 def test_halves_of_a_tile_refuse_gate_and_up_that_share_a_block(seed):
     case = GroupCase.random(RAGGED_M, [70], 0, 160, 272, "e4m3", seed=seed, recipes=("blocks", "blocks128"))
     case.epilogue = ops.swiglu
-    with pytest.raises(UnsupportedError, match="gate and up have 80 columns each; half has scales of blocks of them"):
+    with pytest.raises(UnsupportedError, match="16 is the largest power of two that divides the columns of gate"):
         case.run(backend="cute", config="sm90/128x64x128/coop2/c1x1/s3/g2/half")
 
 

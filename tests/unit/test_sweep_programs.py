@@ -14,7 +14,7 @@ from cutegemm.winners import Winners
 from tests.tuning_fakes import H200, FakeTimer, space
 from tests.unit.test_sweep_command import fake_gpus
 from tests.unit.test_winners_lookup import said
-from tuning import epilogues, sweep, sweep_dry
+from tuning import epilogues, random_shapes, sweep, sweep_dry
 
 
 def asked(*options: str) -> list[Problem]:
@@ -42,6 +42,18 @@ def test_a_problem_is_the_one_that_gemm_poses(name, dtype, shape, batch):
     problem = describe(a, b, function, operands, None, None, None).problem
     assert str(found) == f"{problem}/constant_b"
     assert text.parse(str(found)) == found
+
+
+@pytest.mark.parametrize(("f", "halves"), [(256, ""), (192, "/halves64"), (40, "/halves8"), (3, "/halves1")])
+@pytest.mark.parametrize("work", ["", "/ragged_m"])
+def test_the_text_says_how_gate_and_up_lie_in_blocks_of_scales(f, halves, work):
+    found = random_shapes.in_blocks(Problem.of(16, 2 * f, 256, "e4m3"), "swiglu")
+    if work:
+        found = Problem.of(16, 2 * f, 256, "e4m3", batch=3, out_dtype="bf16", epilogue=found.epilogue, work=work[1:])
+    assert str(found).endswith(f"silu(gate) * up{halves}{work}")
+    assert text.parse(str(found)) == found
+    without = random_shapes.followed(Problem.of(16, 2 * f, 256, "e4m3"), "swiglu")
+    assert "/halves" not in str(without)
 
 
 def test_what_is_asked():

@@ -18,9 +18,9 @@ column has its own the promotion reads them in pairs, and the stage is released 
 With swapped operands the rows of the accumulators are columns of B. Places outside of the matrices take the scale of
 the last row, column or block.
 
-Of a gated program ("halves") a tile has columns of B at two places, gate's and up's. A stage has a number for each
-`promotion.grain` columns of the tile, usually 8, whichever blocks they lie in: so F may be any. Gate's columns lie in
-blocks as those of a tile do that is half as wide.
+Of a gated program ("halves") a tile has columns of B at two places, gate's and up's, which lie in blocks as those of
+two tiles do that are half as wide. Where 8 does not divide F a stage has a number for each `promotion.grain` columns of
+the tile instead, whichever blocks they lie in; with swapped operands where 64 does not.
 
 Tiles of option `half` have no room for scales in a stage: `direct_scales` loads them another way.
 """
@@ -47,7 +47,15 @@ from cutegemm.cute.hopper.promoted import (
     Promotion,
     TwinProducts,
 )
-from cutegemm.cute.hopper.promotion import SCALE_THREADS, compensates, grain, interval, lies_in_halves, scale_counts
+from cutegemm.cute.hopper.promotion import (
+    FRAGMENT,
+    SCALE_THREADS,
+    compensates,
+    grain,
+    interval,
+    lies_in_halves,
+    scale_counts,
+)
 from cutegemm.cute.hopper.work import Work
 from cutegemm.cute.source import ScaleSource
 from cutegemm.problem import Signature
@@ -60,19 +68,31 @@ NUMBER = 4
 class _Side(ScaleSource):
     """The scales along the rows or the columns of the accumulators, of which there are some.
 
-    extent: of the tile. count: of scales in a stage. begin: where a stage has them, in numbers.
-    grain: rows (columns) that share one. half: columns of the tile that are gate's, in front of up's; 0 for none.
+    count: of scales in a stage. begin: where a stage has them, in numbers. grain: rows (columns) that share one.
+    parts: 2 where a tile has gate's columns of B in front of up's, else 1. of_part: rows (columns) of one. align: what
+    divides the place where up's begin.
     """
 
-    def __init__(self, signature: Signature, given: Input, extent: int, count: int, begin: int) -> None:
+    def __init__(
+        self, config: HopperConfig, signature: Signature, given: Input, extent: int, count: int, begin: int
+    ) -> None:
         super().__init__(given)
-        self.count, self.begin, self.grain = count, begin, grain(signature, given)
-        self.half = extent // 2 if lies_in_halves(signature, given) else 0
+        self.count, self.begin, self.grain = count, begin, grain(config, signature, given)
+        self.parts = 2 if lies_in_halves(signature, given) else 1
+        self.of_part, self.align = extent // self.parts, signature.halves
 
     def start(self, args) -> None:
         super().start(args)
-        if self.half:
-            self.to_up = args.n // 2 - self.half  # more than the tile's own columns lie apart
+        self.to_up = args.n // 2 if self.parts > 1 else None
+
+    def in_blocks(self, first) -> list[Any]:
+        """Where the parts of a tile that begins at row (column) `first` begin in their blocks of 128."""
+        return [first % SCALE_K, *([] if self.to_up is None else [(first + self.to_up) % SCALE_K])]
+
+    def number(self, part: int, place) -> Any:
+        """The number in a stage of a block: of part `part`, at `place` from the beginning of its first block."""
+        of_part = self.count // self.parts
+        return part * of_part if of_part == 1 else part * of_part + place // SCALE_K
 
     @cute.jit
     def load(self, first, matrix, k_block, stage, thread):
@@ -80,12 +100,11 @@ class _Side(ScaleSource):
 
         first: the tile's first row (column). k_block: the block of 128 of K.
         """
-        place = first if cutlass.const_expr(self.each or self.half > 0) else first // SCALE_K
         beyond = Int64(matrix) * self.of_matrix + Int64(k_block) * self.along_k
         for i in cutlass.range_constexpr(-(-self.count // SCALE_THREADS)):
             number = thread + i * SCALE_THREADS
             if cutlass.const_expr(self.count % SCALE_THREADS == 0) or number < self.count:
-                offset = Int64(cutlass.min(self._place(place, number), self.extent - 1)) * self.along + beyond
+                offset = Int64(cutlass.min(self._place(first, number), self.extent - 1)) * self.along + beyond
                 cute.arch.inline_ptx(
                     f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {NUMBER};",
                     read_only_args=[stage + NUMBER * (self.begin + number), (self.base + offset).toint()],
@@ -93,10 +112,13 @@ class _Side(ScaleSource):
 
     def _place(self, first, number) -> Any:
         """Of a stage's number, among the operand's scales along its rows (columns)."""
-        if not self.half:
-            return first + number
-        column = number * self.grain
-        place = first + column + cutlass.select_(column < self.half, Int32(0), self.to_up)
+        if self.to_up is not None:
+            of_part = self.count // self.parts
+            first = first + cutlass.select_(number < of_part, Int32(0), self.to_up)
+            number = number - cutlass.select_(number < of_part, 0, of_part)
+        if self.grain == SCALE_K:
+            return first // SCALE_K + number
+        place = first + number * self.grain
         return place if self.each else place // SCALE_K
 
 
@@ -108,7 +130,7 @@ class Scales:
         rows, columns = scale_counts(config, signature)
         down, across = (given.get(name) for name in ("ba" if config.swapped else "ab"))
         sides = (down, config.bm, rows, 0), (across, config.bn, columns, _rounded(rows))
-        made: list[Any] = [None if given is None else _Side(signature, given, *rest) for given, *rest in sides]
+        made: list[Any] = [None if given is None else _Side(config, signature, given, *rest) for given, *rest in sides]
         self.down, self.across = made
         self.stage = _rounded(rows) + _rounded(columns)
         # In pairs two rows or columns of accumulators, those of B, are one column of D.
@@ -175,23 +197,28 @@ class BlockScales(Promotion):
         self.blocks = config.group_rows // BLOCK_ROWS
         across = self.scales.across
         self.reads_pairs = across is not None and across.grain == 1
-        self.half = 0 if across is None or self.reads_pairs else across.half
-        self.segment = math.gcd(self.half or config.bn, SCALE_K)
-        """Neighbouring columns that share a scale wherever the tile lies; up's are as many as a fragment has."""
-        gate = (self.half or config.bn) // self.segment
-        self.runs = [self.segment // 8] * gate + [1] * (self.half // 8)
-        """Fragments of neighbouring columns that share a scale."""
+        self.runs = self._runs(across)
+        """Fragments of neighbouring columns that share a scale wherever the tile lies."""
+
+    def _runs(self, side: _Side | None) -> list[int]:
+        if side is None or side.grain < FRAGMENT:
+            return [1] * (self.config.bn // FRAGMENT)
+        lengths = [math.gcd(side.of_part, align) for align in (SCALE_K, side.align)[: side.parts]]
+        return [length // FRAGMENT for length in lengths for _ in range(side.of_part // length)]
 
     def start(self, products: PromotedProducts, position: Position, args, work, memory) -> None:
         self.own, self.thread = work.of_warpgroup(position.group), position.own_thread
         self.base = cute.recast_ptr(memory.scales, dtype=Float32)
+        for side in (self.scales.down, self.scales.across):
+            if side is not None:
+                side.start(args)
 
     def open(self, tile) -> None:
         row, column = self.scales.corner(self.own.region(tile))
         self.own_row = self.scales.of_row * self.own.first_row
-        # Where the CTA's tile begins within a block of 128.
-        self.row_in_block = (row - self.own_row) % SCALE_K
-        self.column_in_block = column % SCALE_K
+        for side, first in ((self.scales.down, row - self.own_row), (self.scales.across, column)):
+            if side is not None and side.grain == SCALE_K:
+                side.begins = side.in_blocks(first)
 
     def fetch(self, stage) -> tuple:
         """(scales of this thread's rows, scales of its runs of columns, address of the scales of single columns)"""
@@ -203,31 +230,32 @@ class BlockScales(Promotion):
         side, found = self.scales.down, list[Any]()
         if side is None:
             return [None] * (2 * self.blocks)
+        of_part = self.blocks // side.parts
         for block in range(self.blocks):
-            row = self.own_row + block * self.config.block_step
             if side.grain < SCALE_K:
+                row = self.own_row + block * self.config.block_step
                 row = row + (self.thread // 32 * 16 + self.thread % 32 // 4)
                 found += [_number(first + _share(row + 8 * r, side.grain)) for r in range(2)]
             else:
-                found += [_number(first + (self.row_in_block + row) // SCALE_K)] * 2
+                part, row = block // of_part, self.own_row + block % of_part * self.config.block_step
+                found += [_number(first + side.number(part, side.begins[part] + row))] * 2
         return found
 
     def _columns(self, first) -> list[Any]:
         """Of each of `runs`; None where single columns have scales, or none."""
-        side, count = self.scales.across, len(self.runs)
+        side, begin = self.scales.across, 0
         if side is None or self.reads_pairs:
-            return [None] * count
-        if self.half:
-            gate = range(0, self.half, self.segment)
-            own = 2 * (self.thread % 4) // side.grain if side.grain < 8 else 0
-            up = range(self.half, self.config.bn, 8)
-            begin = first + side.begin
-            found = [_number(begin + column // side.grain) for column in gate]
-            return found + [_number(begin + (own + column // side.grain)) for column in up]
-        if self.config.bn == self.segment:
-            return [_number(first + side.begin)]
-        places = ((self.column_in_block + i * self.segment) // SCALE_K for i in range(count))
-        return [_number(first + (side.begin + place)) for place in places]
+            return [None] * len(self.runs)
+        first, found = first + side.begin, list[Any]()
+        own = 2 * (self.thread % 4) // side.grain if side.grain < FRAGMENT else 0
+        for length in self.runs:
+            if side.grain < SCALE_K:
+                found.append(_number(first + (own + begin // side.grain)))
+            else:
+                part, column = divmod(begin, side.of_part)
+                found.append(_number(first + side.number(part, side.begins[part] + column)))
+            begin += FRAGMENT * length
+        return found
 
     def add(self, accumulators, partial, fetched, half: int = 0) -> None:
         rows, columns, first = fetched

@@ -199,7 +199,7 @@ def shortlist(signature: Signature, cell: Iterable[tuple[str, bool]], m: int, k:
     whether K is split: of the above those that are not left out at such sizes, and those of a cell of `shortlists`,
     which names them as for 16 bits."""
     halves = [(text, False) for text in _own(signature) if text in _HALF_IN_GROUPS]
-    if signature.work != DENSE and halves and m > FEW_ROWS and not _may_refuse_halves(signature):
+    if signature.work != DENSE and halves and m > FEW_ROWS:
         return halves
     left_out: tuple[str, ...] = () if m <= FEW_OF_LAYERS else _GATED_FEW
     if signature.work != DENSE:
@@ -218,11 +218,6 @@ def shortlist(signature: Signature, cell: Iterable[tuple[str, bool]], m: int, k:
 def is_divided(signature: Signature) -> bool:
     """Whether it is a dense product with gate and up in halves, which take clusters along K."""
     return signature.epilogue.gating == "halves" and signature.work == DENSE
-
-
-def _may_refuse_halves(signature: Signature) -> bool:
-    """Whether sizes decide if a product takes halves (`promotion.why_refused`): then others are compared too."""
-    return signature.epilogue.gating == "halves" and "b" in signature.epilogue.program.block_scales
 
 
 @functools.lru_cache(maxsize=64)

@@ -423,9 +423,6 @@ class HopperConfig(LaunchedConfig):
         """None when this configuration is valid for the signature on that architecture, else why not."""
         return validity.why_invalid(self, signature, arch)
 
-    def why_refused(self, problem: Problem) -> str | None:
-        return promotion.why_refused(self, problem)
-
     @classmethod
     def space(cls, itemsize: int = 2) -> Iterator[HopperConfig]:
         """Every configuration the tuner may consider for operands of `itemsize` bytes, before the validity rule.

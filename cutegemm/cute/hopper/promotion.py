@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from cutegemm.problem.dtypes import ITEMSIZE, TYPES
+from cutegemm.problem.dtypes import TYPES
 from cutegemm.problem.program.graph import SCALE_K
 from cutegemm.problem.work import DENSE, GATHERED, RAGGED_N, SCATTERED
 
 if TYPE_CHECKING:
     from cutegemm.cute.hopper.config import HopperConfig
-    from cutegemm.problem import Problem, Signature
+    from cutegemm.problem import Signature
     from cutegemm.problem.program.graph import Input
 
 MOST_ACCUMULATORS = {1: 112, 2: 112, 3: 64}
@@ -41,6 +41,8 @@ MOST_HALF_SCATTERED = 112
 """The same where groups are columns, or rows of D are scattered: slabs store such results, which takes addresses."""
 SCALE_THREADS = 96
 """Threads of the producer's warpgroup that copy scales of blocks of K: all but those of its first warp."""
+FRAGMENT, BLOCK = 8, 64
+"""Columns of a warp's fragment of accumulators, and rows of those of one WGMMA."""
 CONSUMER_REGISTERS = (24, 240)
 WITH_COPIES = (40, 232)
 """Registers a thread of (producer, consumers) after setmaxnreg, for two consumer warpgroups; the second where a thread
@@ -88,10 +90,18 @@ def scale_counts(config: HopperConfig, signature: Signature) -> tuple[int, int]:
     given = {} if "half" in config.options else signature.epilogue.program.block_scales
     operands = [given.get(name) for name in ("ba" if config.swapped else "ab")]
     down, across = (
-        0 if each is None else _count(extent, grain(signature, each))
+        0 if each is None else _count(config, signature, each, extent)
         for each, extent in zip(operands, (config.bm, config.bn), strict=True)
     )
     return down, across
+
+
+def _count(config: HopperConfig, signature: Signature, given: Input, extent: int) -> int:
+    share = grain(config, signature, given)
+    if share < SCALE_K:
+        return extent // share
+    parts = 2 if lies_in_halves(signature, given) else 1
+    return parts * most_blocks(extent // parts, signature.halves)
 
 
 def lies_in_halves(signature: Signature, given: Input) -> bool:
@@ -99,25 +109,24 @@ def lies_in_halves(signature: Signature, given: Input) -> bool:
     return signature.epilogue.gating == "halves" and given.scales[0] == "b"
 
 
-def grain(signature: Signature, given: Input) -> int:
+def grain(config: HopperConfig, signature: Signature, given: Input) -> int:
     """How many rows (columns) of a tile one number in a stage of the ring is for: as many as share a scale.
 
-    With gate and up it is at most 8 columns, those of a fragment: where 128 does not divide F, up's columns of a tile
-    begin anywhere in a block of 128. D has rows of F elements, and its alignment says whether 8, 4 or 2 divides F.
+    Where 128 does not divide F, up's columns of a tile begin anywhere in a block of 128. If they may change blocks
+    within a fragment's 8 columns, or with swapped operands within a WGMMA's 64 rows, the numbers are for at most 8.
     """
     size = int(given.scales[1:])
     if size == 1 or not lies_in_halves(signature, given):
         return size
-    return max(1, min(8, signature.align_d // ITEMSIZE[signature.out_dtype]))
+    least = BLOCK if config.swapped else FRAGMENT
+    return SCALE_K if signature.halves >= least else min(FRAGMENT, signature.halves)
 
 
-def _count(extent: int, share: int) -> int:
-    return blocks_of_columns(extent) if share == SCALE_K else extent // share
-
-
-def blocks_of_columns(extent: int) -> int:
-    """The most blocks of 128 that a tile of that extent lies in, which begins at a multiple of it."""
-    last = SCALE_K - math.gcd(extent, SCALE_K)
+def most_blocks(extent: int, align: int = SCALE_K) -> int:
+    """The most blocks of 128 that rows or columns of a tile lie in. They begin at a multiple of their extent, or at
+    such a multiple and one of `align`, a divisor of 128.
+    """
+    last = SCALE_K - math.gcd(extent, align)
     return -(-(last + extent) // SCALE_K)
 
 
@@ -167,25 +176,17 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
     return None
 
 
-def why_refused(config: HopperConfig, problem: Problem) -> str | None:
-    """None when a valid configuration takes a problem's sizes, else why not."""
-    if "half" not in config.options:
-        return None
-    given = problem.signature.epilogue.program.block_scales.get("b")
-    if given is None or not lies_in_halves(problem.signature, given):
-        return None
-    columns = problem.n // 2
-    if columns % SCALE_K == 0:
-        return None
-    return f"gate and up have {columns} columns each; half has scales of blocks of them where {SCALE_K} divides that"
-
-
 def _why_not_half(config: HopperConfig, signature: Signature) -> str | None:
     """Why a configuration with option half cannot promote as the signature asks."""
     scales = signature.epilogue.program.block_scales
     if any(given.scales not in ("a1", f"b{SCALE_K}") for given in scales.values()):
         return f"half has scales of 1 x {SCALE_K} of A and of {SCALE_K} x {SCALE_K} of B, or none of blocks"
-    if config.group_rows == 64 and config.bn % 32:
+    if signature.halves < SCALE_K:
+        return (
+            f"{signature.halves} is the largest power of two that divides the columns of gate and those of up; half "
+            f"has scales of blocks of them where {SCALE_K} does"
+        )
+    if config.group_rows == BLOCK and config.bn % 32:
         return f"bn is {config.bn}; half of a tile's columns, which one WGMMA has with half, need a multiple of 32"
     most = MOST_HALF_SCATTERED if signature.work in (SCATTERED, RAGGED_N) else MOST_HALF
     if config.accumulators > most:

@@ -71,6 +71,7 @@ class Launch:
 
 
 @pytest.mark.parametrize(("config", "dtype", "majors"), KERNELS)
+@pytest.mark.product(keep=5)
 def test_nothing_is_read_before_the_kernel_in_front_has_ended(config, dtype, majors, seed):
     launch = Launch(config, dtype, majors, seed)
     assert launch.config.begins_early(launch.problem, H200)

@@ -52,7 +52,7 @@ def by_both(config: str, call: Callable[..., Any]) -> Any:
 @pytest.mark.parametrize("out", [E4M3, E5M2, INT8])
 @pytest.mark.parametrize("kind", ["e4m3", "int8"])
 @pytest.mark.parametrize("batch", [None, 3])
-@pytest.mark.product(keep=6)
+@pytest.mark.product(keep=4)
 def test_results_of_scaled_products(config, out, kind, batch, seed):
     """M and N end inside of a tile."""
     config = config if kind == "e4m3" else config.removesuffix("/half")  # which is for promoted sums
@@ -124,7 +124,7 @@ PAIRS = (
 @pytest.mark.parametrize("config", PAIRS)
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float32, E4M3])
 @pytest.mark.parametrize("recipes", [("rows", "rows"), ("blocks", "blocks128"), (None, None)])
-@pytest.mark.product(keep=5)
+@pytest.mark.product(keep=3)
 def test_gate_and_up_in_pairs(config, out, recipes, seed):
     """M and D's columns end inside of a tile."""
     whole = recipes == (None, None)
@@ -168,7 +168,7 @@ TURNED_PAIRS = (
 @pytest.mark.parametrize("config", TURNED_PAIRS)
 @pytest.mark.parametrize("out", [torch.bfloat16, E4M3])
 @pytest.mark.parametrize("recipes", [("rows", "rows"), ("blocks", "blocks128"), ("blocks", "blocks"), (None, None)])
-@pytest.mark.product(keep=6)
+@pytest.mark.product(keep=4)
 def test_gate_and_up_in_pairs_of_swapped_operands(config, out, recipes, seed):
     """As above; lanes exchange accumulators."""
     whole = recipes == (None, None)
@@ -179,7 +179,7 @@ def test_gate_and_up_in_pairs_of_swapped_operands(config, out, recipes, seed):
 @pytest.mark.parametrize("work", [RAGGED_M, GATHERED, MASKED])
 @pytest.mark.parametrize("majors", ["tn", "tt"])
 @pytest.mark.parametrize("config", ["256x48x64/coop2/c1x1/s3/g2/swap/fit", "128x32x64/pp/c1x1/s3/g2/swap"])
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=3)
 def test_groups_in_pairs_of_swapped_operands(config, majors, work, seed):
     """16-bit operands, with a bias for each group and a number for each row; B also row-major."""
     if work == MASKED and "fit" in config:

@@ -52,7 +52,7 @@ CONFIGS = [
 
 @pytest.mark.parametrize(("work", "config", "majors"), CONFIGS)
 @pytest.mark.parametrize("integers", [False, True])
-@pytest.mark.product(keep=6)
+@pytest.mark.product(keep=5)
 def test_groups_of_any_sizes(work, config, majors, integers, seed):
     """The contiguous extents of operands are multiples of 8."""
     rng = random.Random(seed)
@@ -74,6 +74,7 @@ def test_groups_of_any_sizes(work, config, majors, integers, seed):
         (RAGGED_K, "128x144x64/coop2/c1x1/s2/g2", "nt", 1, (128, 432, 0)),
     ],
 )
+@pytest.mark.product(keep=2)
 def test_a_cluster_that_the_waves_do_not_need_computes_nothing(work, config, majors, ctas, extents, seed, monkeypatch):
     """Thirty tiles on 16 clusters take two waves, and so they do on 15: as many bytes are loaded as by one cluster."""
     sizes = [80, 40, 0, 160, 80, 1, 80, 81, 79]  # ten tiles of 80 rows

@@ -88,6 +88,7 @@ def test_columns_that_repeat(config, shape):
 
 
 @pytest.mark.parametrize("config", SWAPPED)
+@pytest.mark.product(keep=2)
 def test_columns_that_repeat_with_swapped_operands(config):
     check(SWAPPED_HEADS, config, (330, 200, 136))
 
@@ -154,7 +155,7 @@ NARROWER = [
 
 @pytest.mark.parametrize("config", NARROWER)
 @pytest.mark.parametrize("text", [TWO, ROTATED, REDUCED, HEADS, GATED])
-@pytest.mark.product(keep=5)
+@pytest.mark.product(keep=3)
 def test_16_bit_operands_of_a_result_in_fp32(text, config):
     """Rows of their boxes are half as long as those of D's, and swizzled otherwise."""
     check(text, config, (330, 200 if text is not HEADS else 320, 136), torch.float32)

@@ -90,6 +90,7 @@ def test_results_of_integers_are_exact(text, config, shape, out_dtype):
         ("sm90/128x32x64/coop1/c1x1/s3/row/slab", (70, 133, 72), torch.float32),
     ],
 )
+@pytest.mark.product(keep=3)
 def test_columns_that_repeat(config, shape, out_dtype):
     """Periods that no vector, and no tile, divides."""
     m, n, k = shape

@@ -59,6 +59,7 @@ def test_right_kernels_pass(arch, config, seed):
 
 
 @pytest.mark.parametrize("name", ["swiglu", "geglu_pairs", "gelu_bias_residual", "rope", "rope_heads"])
+@pytest.mark.product(keep=3)
 def test_the_programs_that_a_sweep_names_pass(name, seed):
     problem = epilogues.problem(epilogues.TABLE[name], 72, 64, 96, "bf16", batch=2)
     assert verdict(problem, "sm90/64x32x64/coop1/c1x1/s3/row", HOPPER, seed) == "ok"

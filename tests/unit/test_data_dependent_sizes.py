@@ -65,6 +65,7 @@ CALLS = {
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("name", CALLS)
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True)
+@pytest.mark.product(keep=8)
 def test_sizes_that_the_data_decide(name, seed):
     """Forward and backward in one graph; results and gradients are those of the call itself."""
     torch.manual_seed(seed)

@@ -75,6 +75,7 @@ def test_16_bits_and_autocast(dtype, seed):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("of_biases", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.product(keep=4)
 def test_biases_and_weights_that_16_bits_do_not_hold(dtype, of_biases, compiles, seed):
     """Numbers of a bias up to 1e6, and weights from 1e-7 on."""
     given = [each.detach() for each in drawn((40,), 2, 4, 16, 24, dtype=dtype, seed=seed)]

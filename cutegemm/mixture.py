@@ -295,7 +295,7 @@ def _activation_of(module: torch.nn.Module) -> str | gating.Function | None:
 def _gates_alike(own: Any, form: gating.Form) -> bool:
     """Whether a module's own gating, which needs no weights, computes what a form does, below its limit and beyond."""
     generator = torch.Generator().manual_seed(0)
-    both = torch.randn(2, 64, generator=generator)
+    both = torch.randn(2, 64, dtype=torch.float32, generator=generator)
     both[1] *= 2 * abs(getattr(form.activation, "limit", 1.0))
     want = form.function()(*gating.divided(both, form.interleaved))
     try:
@@ -349,7 +349,7 @@ def _is_like_ours(module: Any, stacked: Stacked) -> bool:
         x, experts = replacing.probe(wide[0]), (0, wide.shape[0] - 1)
         chosen = torch.tensor([experts] * 2, device=x.device)
         weights = torch.tensor([[0.75, 0.25], [0.5, 0.25]], dtype=x.dtype, device=x.device)
-        want = torch.zeros(2, narrow.shape[1], device=x.device)
+        want = torch.zeros(2, narrow.shape[1], dtype=torch.float32, device=x.device)
         for expert, weight in zip(experts, weights.float().t(), strict=True):
             of_both, of_down = (biases[name][expert].float() if biases else 0.0 for name in NAMES[2:])
             both = x.float() @ wide[expert].float().t() + of_both

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 from collections.abc import Callable, Sequence
 from itertools import islice
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from cutegemm import backend as backends
-from cutegemm import native
+from cutegemm import locks, native
 from cutegemm.backend import Backend, Kernel, Preparer
 from cutegemm.choice.relatives import OF_PLAIN, relatives
 from cutegemm.errors import UnsupportedError
@@ -327,7 +326,7 @@ class Memo:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._entries: dict[Any, Any] = {}
-        self._lock = threading.Lock()
+        self._lock = locks.lock()
         self.get: Callable[[Any], Any] = self._entries.get
 
     def put(self, key: Any, value: Any) -> None:

@@ -14,6 +14,7 @@ A launch passes plain integers through TVM-FFI to the launcher: addresses, sizes
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
 import functools
 import hashlib
@@ -27,6 +28,7 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cutegemm import locks
 from cutegemm.cute import workspace
 from cutegemm.errors import GemmError
 from cutegemm.hardware.arch import LINE
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 
 FUNCTION = "gemm"
 _SOURCES = Path(__file__).parent
-_compile_lock = threading.RLock()
+_compile_lock = locks.reentrant()
 
 
 @functools.cache
@@ -127,7 +129,30 @@ def _needing_the_dsl() -> Iterator[None]:
 
 
 def compile_operator(operator: Any, target: str) -> Artefacts:
-    """Compiles a DSL operator for `target` ("sm_80", "sm_90a", ...). Raises GemmError with the compiler's words."""
+    """Compiles a DSL operator for `target` ("sm_80", "sm_90a", ...). Raises GemmError with the compiler's words.
+
+    A KeyboardInterrupt within the DSL can end the process (4.8, `terminate called`). Python raises it in the main
+    thread alone, so that compilers run in others: an interrupted call leaves one at work, to its end.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return _compile(operator, target)
+    found: list[Artefacts | BaseException] = []
+
+    def work() -> None:
+        try:
+            found.append(_compile(operator, target))
+        except BaseException as why:
+            found.append(why)
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="cutegemm compiler")
+    thread.start()
+    thread.join()
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+def _compile(operator: Any, target: str) -> Artefacts:
     with _compile_lock, tempfile.TemporaryDirectory(prefix="cutegemm-") as folder:
         cute = _import_dsl()
         operator.target = target
@@ -186,7 +211,7 @@ class CuteKernel:
         self._function: Any = None
         self._address: int | None = None
         self._host: Any = None
-        self._lock = threading.Lock()
+        self._lock = locks.lock()
 
     @functools.cached_property
     def ptx(self) -> str:

@@ -26,13 +26,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 
+from cutegemm import locks
 from cutegemm.errors import GemmError
 
 SMALLEST = 64 * 1024
@@ -87,7 +87,7 @@ class GraphMemory:
     def __init__(self) -> None:
         self._captures: dict[int, _Capture] = {}
         self._spare: list[Flag] = []
-        self._lock = threading.Lock()
+        self._lock = locks.lock()
 
     def take(self, words: int, parts: int, device: int, stream: int, thread: int = 0) -> Block | None:
         """A block for a launch that is being captured; its graph keeps it.

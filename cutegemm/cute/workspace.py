@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from cutegemm import native
+from cutegemm import locks, native
 from cutegemm.cute.graph_memory import Block, GraphMemory
 
 WORDS_STEP = 64 * 1024
@@ -53,7 +53,7 @@ class Workspaces:
         self._of: _Of = {}
         self._lent: _Of = {}
         self._of_threads: weakref.WeakKeyDictionary[_Thread, _Of] = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()
+        self._lock = locks.lock()
         self._this_thread = threading.local()
         self._graphs = GraphMemory()
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from typing import TYPE_CHECKING, Any
 
+from cutegemm import locks
 from cutegemm.cutlass2x import emit
 from cutegemm.cutlass2x.config import Cutlass2xConfig
 from cutegemm.errors import GemmError
@@ -45,7 +45,7 @@ class Cutlass2xKernel:
         self.signature, self.config, self.arch = signature, config, arch
         self.function = emit.function_name(signature, config)
         self._entry = entry
-        self._lock = threading.Lock()
+        self._lock = locks.lock()
         self._loaded: Any = None
         self._host: Any = None
 
@@ -77,7 +77,7 @@ class Cutlass2xKernel:
         self._check(function(address, 1), problem)
         workspace_bytes = call.workspace_bytes
         has_bias = self.signature.epilogue.bias_dtype is not None
-        lock = threading.Lock()
+        lock = locks.lock()
 
         def launch(operands: Addresses, scalars: Numbers, stream: int) -> None:
             with lock:  # the library copies what it needs of `call` before it returns

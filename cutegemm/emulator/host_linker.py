@@ -10,11 +10,11 @@ from __future__ import annotations
 import ctypes
 import itertools
 import struct
-import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from cutegemm import locks
 from cutegemm.emulator.entries import CaptureError
 
 _LOCAL, _GLOBAL, _FUNCTION, _SECTION = 0, 1, 2, 3
@@ -143,7 +143,7 @@ def process_symbol(name: str) -> int | None:
     return None
 
 
-_lock = threading.Lock()
+_lock = locks.lock()
 _numbers = itertools.count()
 _session: list[Any] = []  # the process's one ORC session, made at first use
 

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from cutegemm import locks
 from cutegemm.emulator.entries import CaptureError, Entry, ptx_arch, ptx_entries
 from cutegemm.emulator.launch import Launch, Memset
 from cutegemm.hardware.arch import Arch
@@ -63,7 +64,7 @@ class HostModule:
     def __init__(self, ptx: str, arch: Arch | None = None) -> None:
         self.arch = arch or ptx_arch(ptx)
         self.entries: Mapping[str, Entry] = ptx_entries(ptx)
-        self.lock = threading.Lock()
+        self.lock = locks.lock()
         self._functions: dict[int, Function] = {}
 
     def function(self, handle: int | None) -> Function:
@@ -97,6 +98,7 @@ class Recording:
     problems: list[str] = field(default_factory=list)
     call_configurations: list[Any] = field(default_factory=list)
     last_error: int = SUCCESS
+    interrupt: BaseException | None = None
 
 
 _thread = threading.local()
@@ -110,7 +112,9 @@ def recording(module: HostModule) -> Iterator[Recording]:
     try:
         yield stack[-1]
     finally:
-        stack.pop()
+        interrupt = stack.pop().interrupt
+    if interrupt is not None:
+        raise interrupt
 
 
 def current() -> Recording:
@@ -123,7 +127,7 @@ def current() -> Recording:
 
 def guarded(action: Callable[..., int | None]) -> Callable[..., int]:
     """``action`` as a callback of native code: an exception becomes an error code and a sentence in the
-    recording.
+    recording. A KeyboardInterrupt, or another one that is no Exception, is raised when the recording ends.
     """
 
     def call(*arguments: Any) -> int:
@@ -140,6 +144,10 @@ def guarded(action: Callable[..., int | None]) -> Callable[..., int]:
                 stack[-1].problems.append(
                     f"{type(error).__name__}: {error}" if not isinstance(error, CaptureError) else str(error)
                 )
+        except BaseException as interrupt:
+            code = UNKNOWN
+            if stack:
+                stack[-1].interrupt = interrupt
         if stack and code != SUCCESS:
             stack[-1].last_error = code
         return code

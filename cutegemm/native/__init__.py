@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from cutegemm import locks
 from cutegemm.run.environment import is_on
 
 gemm: Callable[..., Any] | None = None
@@ -97,7 +98,7 @@ class _State:
     """Where the extension stands."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = locks.lock()
         self.begun = False
         self.why_not = "nothing has asked for it yet"
         self.module: Any = None

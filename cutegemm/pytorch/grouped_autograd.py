@@ -141,7 +141,7 @@ class _Backward:
         read = [values[source] for source in found.reads]
         derived = described(found.program, [each for each in read if isinstance(each, torch.Tensor)])
         shape = self.extents.shape(self.extents.n // (2 if program.gating else 1))
-        acc = torch.zeros((), device=self.sizes.groups.device).expand(shape)
+        acc = torch.zeros((), dtype=torch.float32, device=self.sizes.groups.device).expand(shape)
         derived, given = as_one(self._plain_work, derived, read, self.sizes.groups, shape)
         results = evaluate(derived, acc, given, dtype=torch.float32)
         written = written_places(self._plain_work, self.sizes.groups, *shape[-2:])
@@ -164,7 +164,7 @@ class _Backward:
         program, source = self.settings.program, Source("upstream", maximum.output)
         parts = [saved[each] for each in ACC[: 2 if program.gating else 1] if each in saved]
         shape, groups = self.extents.shape(self.extents.n), self.sizes.groups
-        acc = torch.zeros((), device=groups.device).expand(shape)
+        acc = torch.zeros((), dtype=torch.float32, device=groups.device).expand(shape)
         if parts:
             acc = program_autograd.joined(parts, program.gating)
         read = [values[Source("operand", place)] for place in maximum.operands]

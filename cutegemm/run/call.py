@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import operator
 import os
-import threading
 from typing import Any
 
 import torch
 
-from cutegemm import native
+from cutegemm import locks, native
 from cutegemm.choice.plan import Plan, PlanMemo, State
 from cutegemm.problem import request
 from cutegemm.problem.epilogue import ACTIVATIONS
@@ -25,7 +24,7 @@ PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 """The classes of tensors that no dispatcher needs to see."""
 
 memo = PlanMemo()
-_lock = threading.Lock()
+_lock = locks.lock()
 _FLT_MAX = request.FLT_MAX
 _described = operator.itemgetter("beta", "bias", "activation", "out", "out_dtype")
 """Those of the options that a description has besides `How`, in its order."""

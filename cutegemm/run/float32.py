@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cutegemm import native
+from cutegemm import locks, native
 from cutegemm.problem.dtypes import TABLE
 
 ACCEPTED = tuple(TABLE["fp32"].units)
@@ -24,7 +24,7 @@ BACKENDS = ("auto", "cute")
 in_use = False
 """Whether anybody has asked for another precision than IEEE, in any thread."""
 _of_process = "ieee"
-_lock = threading.Lock()
+_lock = locks.lock()
 
 
 class _Contexts:

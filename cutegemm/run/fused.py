@@ -8,14 +8,13 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from cutegemm import backend as backends
-from cutegemm import native
+from cutegemm import locks, native
 from cutegemm.choice.plan import Plan, PlanMemo
 from cutegemm.problem import overlap, packing, program_request, torch_dtype
 from cutegemm.problem.program.graph import ROW_BLOCKS, Output, Program
@@ -35,7 +34,7 @@ Runner = Callable[[torch.Tensor, torch.Tensor, Sequence[Any], Any], Results]
 """run(a, b, operands, out) -> the results, as the caller gets them"""
 
 memo = PlanMemo()
-_lock = threading.Lock()
+_lock = locks.lock()
 _FLT_MAX, _INF = FLT_MAX, math.inf
 
 

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cutegemm import locks
 from cutegemm.errors import GemmError
 from cutegemm.run.cache_dir import cache_dir
 
@@ -99,7 +100,7 @@ class KernelStore:
 
     def __init__(self, root: Path | str | None = None) -> None:
         self._root = Path(root) if root is not None else default_root()
-        self._lock = threading.Lock()
+        self._lock = locks.lock()
         self._fallback: _TemporaryFolder | None = None
 
     @property
@@ -240,7 +241,7 @@ def default_root() -> Path:
 
 
 _default: KernelStore | None = None
-_default_lock = threading.Lock()
+_default_lock = locks.lock()
 
 
 def default_store() -> KernelStore:

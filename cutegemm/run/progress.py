@@ -7,6 +7,8 @@ import threading
 from collections.abc import Hashable
 from typing import TextIO
 
+from cutegemm import locks
+
 QUIET_SECONDS = 15.0
 """Between two lines where nothing can be redrawn."""
 
@@ -37,7 +39,7 @@ class Bars:
             redirect_stdout=False, disable=not self.live,
         )  # fmt: skip
         self._tasks: dict[Hashable, TaskID] = {}
-        self._lock = threading.Lock()
+        self._lock = locks.lock()
         self._closed = threading.Event()
         self._printer: threading.Thread | None = None
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import numbers
 import os
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cutegemm import locks
 from cutegemm.backend import WITH_KERNELS
 from cutegemm.errors import GemmError, UnsupportedError
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 BUDGET = 60.0
 """Seconds that a search takes when nothing else is said; `CUTEGEMM_TUNE_BUDGET` changes it for `CUTEGEMM_TUNE=1`."""
 
-_lock = threading.RLock()
+_lock = locks.reentrant()
 _met: set[tuple[str, int, str]] = set()
 
 

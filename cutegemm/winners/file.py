@@ -18,13 +18,14 @@ import fcntl
 import os
 import random
 import sqlite3
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
+
+from cutegemm import locks
 
 SCHEMA = 3
 COLUMNS = (
@@ -93,7 +94,7 @@ class WinnersFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._memory: sqlite3.Connection | None = None
-        self._lock = threading.RLock()
+        self._lock = locks.reentrant()
 
     @property
     def in_memory(self) -> bool:
@@ -316,6 +317,8 @@ def _locked(path: Path, seconds: float | None = None) -> Iterator[None]:
                 break  # a file system without locks: SQLite's own must do
         yield
     finally:
+        with contextlib.suppress(OSError):  # else a child that was forked meanwhile keeps the lock
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
 import time
 import warnings
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cutegemm import locks
 from cutegemm.problem.text import other_16_bit
 from cutegemm.run.environment import is_off, variable
 from cutegemm.winners import file, table
@@ -143,7 +143,7 @@ class _Reader:
         self._looked, self._writes = 0, -1
         self.version = 0
         """Names what is remembered now."""
-        self._lock = threading.RLock()
+        self._lock = locks.reentrant()
         self._held = False
         """Whether another process holds the file: then nothing is read, until it is free again."""
         self._asked = 0

@@ -57,7 +57,7 @@ def why_invalid(config: HopperConfig, signature: Signature, arch: Arch) -> str |
 
 
 def _program(config: HopperConfig, signature: Signature) -> str | None:
-    gating, parts = signature.epilogue.gating, "splits of K and clusters along K"
+    gating = signature.epilogue.gating
     if config.splits > 1 and gating:
         return (
             "splits of K finish single accumulators, gate and up are finished together; accepted are clusters along K"
@@ -65,7 +65,10 @@ def _program(config: HopperConfig, signature: Signature) -> str | None:
     if config.cluster_k > 1 and gating == "pairs":
         return "clusters along K finish gate and up in halves; these lie in pairs"
     if config.parts > 1 and config.swapped and signature.epilogue.program.uses("partner"):
-        return f"{parts} of swapped operands finish rows of D apart; a program with partner needs neighbours"
+        return (
+            "splits of K and clusters along K finish rows of D apart where operands are swapped; a program with partner "
+            "needs neighbours"
+        )
     if gating == "pairs" and config.swapped and not config.uses_tma_store(signature):
         return (
             "with swapped operands gate and up in pairs lie in different threads, which exchange them on the way to "

@@ -7,11 +7,11 @@ that converts or splits what it copies, is one more row and a file with its kern
 from __future__ import annotations
 
 import importlib
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from cutegemm import locks
 from cutegemm.problem import ITEMSIZE
 from cutegemm.problem.operand import Matrix
 from cutegemm.problem.preparation import ALIGNMENT, Preparation
@@ -121,7 +121,7 @@ class PreparingKernel:
         self.arch, self._entry = arch, entry
         self._function: Any = None
         self._host: Any = None
-        self._lock = threading.Lock()
+        self._lock = locks.lock()
 
     @property
     def ptx(self) -> str:

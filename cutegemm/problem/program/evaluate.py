@@ -121,7 +121,9 @@ class Place:
         if isinstance(value, torch.SymInt):  # as_tensor asks for its value, by which a graph would be specialized
             tensor = torch.scalar_tensor(value, dtype=torch.int64, device=self.device)
         else:
-            tensor = torch.as_tensor(value, device=self.device)
+            # A float is fp32, as a kernel's argument is, whatever torch's default dtype.
+            number = torch.float32 if isinstance(value, float) else None
+            tensor = torch.as_tensor(value, dtype=number, device=self.device)
         if given.by_value and given.type != I32:
             tensor = tensor.float()
         tensor = tensor.to(kind)
@@ -138,7 +140,11 @@ class Place:
 
     def read(self, given: Input, value: Tensor | float | int, dtype: torch.dtype) -> Tensor:
         """`operand`; 1 for one that scales blocks of A or B, which the accumulators know already."""
-        return self.operand(given, value, dtype) if not given.scales else torch.ones((1, 1, 1), device=self.device)
+        return (
+            self.operand(given, value, dtype)
+            if not given.scales
+            else torch.ones((1, 1, 1), dtype=dtype, device=self.device)
+        )
 
     def exchanged(self, x: Tensor) -> Tensor:
         """x with columns 2j and 2j + 1 exchanged."""

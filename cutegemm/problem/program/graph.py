@@ -6,7 +6,8 @@ on torch tensors (`evaluate`), and lowered by every kernel family. All arithmeti
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -152,6 +153,12 @@ class Output(NamedTuple):
         return (m, 1) if self.reduce.startswith("row") else (1, n)
 
 
+def _restored(inputs: Any, nodes: tuple[Node, ...], outputs: Any, gating: str | None) -> Program:
+    """A copied program. A NaN equals itself only, so that all programs have the one of `math`."""
+    nodes = tuple(each._replace(attribute=math.nan) if each.attribute != each.attribute else each for each in nodes)
+    return Program(inputs, nodes, outputs, gating)
+
+
 @dataclass(frozen=True)
 class Program:
     """Inputs, nodes in an order in which each takes earlier ones only, and outputs.
@@ -190,6 +197,9 @@ class Program:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __reduce__(self) -> tuple[Callable[..., Program], tuple[Any, ...]]:
+        return _restored, (self.inputs, self.nodes, self.outputs, self.gating)  # a hash is this process's
 
     def __str__(self) -> str:
         return self.text

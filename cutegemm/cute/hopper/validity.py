@@ -66,8 +66,8 @@ def _program(config: HopperConfig, signature: Signature) -> str | None:
         return "clusters along K finish gate and up in halves; these lie in pairs"
     if config.parts > 1 and config.swapped and signature.epilogue.program.uses("partner"):
         return (
-            "splits of K and clusters along K finish rows of D apart where operands are swapped; a program with partner "
-            "needs neighbours"
+            "splits of K and clusters along K finish rows of D apart where operands are swapped; a program with "
+            "partner needs neighbours"
         )
     if gating == "pairs" and config.swapped and not config.uses_tma_store(signature):
         return (

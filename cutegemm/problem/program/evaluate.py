@@ -140,11 +140,9 @@ class Place:
 
     def read(self, given: Input, value: Tensor | float | int, dtype: torch.dtype) -> Tensor:
         """`operand`; 1 for one that scales blocks of A or B, which the accumulators know already."""
-        return (
-            self.operand(given, value, dtype)
-            if not given.scales
-            else torch.ones((1, 1, 1), dtype=dtype, device=self.device)
-        )
+        if given.scales:
+            return torch.ones((1, 1, 1), dtype=dtype, device=self.device)
+        return self.operand(given, value, dtype)
 
     def exchanged(self, x: Tensor) -> Tensor:
         """x with columns 2j and 2j + 1 exchanged."""

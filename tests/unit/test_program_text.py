@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import pickle
 import random
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -275,3 +279,17 @@ def test_what_is_not_well_formed_is_refused():
     ):
         with pytest.raises(ValueError):
             numbered(bad)
+
+
+def test_a_copy_from_another_process_is_equal():
+    """A hash of strings is a process's own, and a NaN equals itself only."""
+    program = parse("def epilogue(acc) -> bf16: return maximum(acc, nan)")
+    script = "import pickle, sys; found = pickle.loads(sys.stdin.buffer.read()); hash(found); found.text; "
+    script += "sys.stdout.buffer.write(pickle.dumps(found))"
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], input=pickle.dumps(program), capture_output=True, check=True, env=environment
+    )
+    found = pickle.loads(done.stdout)
+    assert found == program
+    assert {program: 1}[found] == 1

@@ -80,6 +80,7 @@ class _Side(ScaleSource):
         self.count, self.begin, self.grain = count, begin, grain(config, signature, given)
         self.parts = 2 if lies_in_halves(signature, given) else 1
         self.of_part, self.align = extent // self.parts, signature.halves
+        self.by_block = self.grain == SCALE_K and self.parts == 1
 
     def start(self, args) -> None:
         super().start(args)
@@ -100,18 +101,21 @@ class _Side(ScaleSource):
 
         first: the tile's first row (column). k_block: the block of 128 of K.
         """
+        begin = first // SCALE_K if cutlass.const_expr(self.by_block) else first
         beyond = Int64(matrix) * self.of_matrix + Int64(k_block) * self.along_k
         for i in cutlass.range_constexpr(-(-self.count // SCALE_THREADS)):
             number = thread + i * SCALE_THREADS
             if cutlass.const_expr(self.count % SCALE_THREADS == 0) or number < self.count:
-                offset = Int64(cutlass.min(self._place(first, number), self.extent - 1)) * self.along + beyond
+                offset = Int64(cutlass.min(self._place(begin, number), self.extent - 1)) * self.along + beyond
                 cute.arch.inline_ptx(
                     f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {NUMBER};",
                     read_only_args=[stage + NUMBER * (self.begin + number), (self.base + offset).toint()],
                 )
 
     def _place(self, first, number) -> Any:
-        """Of a stage's number, among the operand's scales along its rows (columns)."""
+        """Of a stage's number, among the operand's scales along its rows (columns); first: as a block if `by_block`."""
+        if self.by_block:
+            return first + number
         if self.to_up is not None:
             of_part = self.count // self.parts
             first = first + cutlass.select_(number < of_part, Int32(0), self.to_up)
@@ -238,7 +242,9 @@ class BlockScales(Promotion):
                 found += [_number(first + _share(row + 8 * r, side.grain)) for r in range(2)]
             else:
                 part, row = block // of_part, self.own_row + block % of_part * self.config.block_step
-                found += [_number(first + side.number(part, side.begins[part] + row))] * 2
+                place = side.begins[part] + row
+                number = place // SCALE_K if side.by_block else side.number(part, place)
+                found += [_number(first + number)] * 2
         return found
 
     def _columns(self, first) -> list[Any]:

@@ -199,11 +199,11 @@ def test_gate_and_up_behind_scales_of_blocks_spill_nothing(config, gating, acros
 @pytest.mark.parametrize(
     ("f", "tile", "counts"),
     [
-        (2048, "128x128", (128, 2)),  # 64 columns of gate lie in one block of 128, and 64 of up in one
+        (2048, "128x128", (128, 2)),  # 64 columns of gate lie in one block of 128 wherever they begin, and 64 of up
         (2112, "128x128", (128, 2)),
-        (2080, "128x128", (128, 4)),  # up's may begin 32 columns in front of the end of a block
-        (2048, "128x192", (128, 4)),
-        (2056, "128x192", (128, 4)),
+        (2080, "128x128", (128, 4)),  # up's may begin 32 columns before the end of a block
+        (2048, "128x192", (128, 6)),
+        (2056, "128x192", (128, 24)),
         (2052, "128x192", (128, 48)),
         (2050, "128x192", (128, 96)),
         (2049, "128x192", (128, 192)),
@@ -214,9 +214,7 @@ def test_gate_and_up_behind_scales_of_blocks_spill_nothing(config, gating, acros
     ],
 )
 def test_numbers_of_a_stage_for_scales_of_gate_and_up(f, tile, counts):
-    """One for each block of 128 that the columns of gate, or those of up, may lie in. Where these may change blocks
-    within a fragment, one for every 4, 2 or 1 columns. So it is for single columns' scales.
-    """
+    """One for so many columns of gate, or of up, as lie in one block wherever the tile does; or rows, if swapped."""
     tile, _, swap = tile.partition("/")
     config = CUTE.parse(f"sm90/{tile}x128/coop1/c1x1/s3/g8{'/swap' if swap else ''}")
     problem = Problem.of(64, 2 * f, 256, "e4m3", epilogue=gated())

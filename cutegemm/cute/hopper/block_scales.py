@@ -18,9 +18,8 @@ column has its own the promotion reads them in pairs, and the stage is released 
 With swapped operands the rows of the accumulators are columns of B. Places outside of the matrices take the scale of
 the last row, column or block.
 
-Of a gated program ("halves") a tile has columns of B at two places, gate's and up's, which lie in blocks as those of
-two tiles do that are half as wide. Where 8 does not divide F a stage has a number for each `promotion.grain` columns of
-the tile instead, whichever blocks they lie in; with swapped operands where 64 does not.
+Of a gated program ("halves") a tile has columns of B at two places, gate's and up's. A stage has a number for each
+`promotion.grain` columns of the tile, whichever blocks they lie in: so F may be any.
 
 Tiles of option `half` have no room for scales in a stage: `direct_scales` loads them another way.
 """
@@ -69,31 +68,19 @@ class _Side(ScaleSource):
     """The scales along the rows or the columns of the accumulators, of which there are some.
 
     count: of scales in a stage. begin: where a stage has them, in numbers. grain: rows (columns) that share one.
-    parts: 2 where a tile has gate's columns of B in front of up's, else 1. of_part: rows (columns) of one. align: what
-    divides the place where up's begin.
+    in_halves: whether a tile has gate's columns of B in front of up's. by_block: whether the numbers are for the blocks
+    that the tile may lie in; else each is for so many rows (columns) of the tile.
     """
 
-    def __init__(
-        self, config: HopperConfig, signature: Signature, given: Input, extent: int, count: int, begin: int
-    ) -> None:
+    def __init__(self, config: HopperConfig, signature: Signature, given: Input, count: int, begin: int) -> None:
         super().__init__(given)
         self.count, self.begin, self.grain = count, begin, grain(config, signature, given)
-        self.parts = 2 if lies_in_halves(signature, given) else 1
-        self.of_part, self.align = extent // self.parts, signature.halves
-        self.by_block = self.grain == SCALE_K and self.parts == 1
+        self.in_halves = lies_in_halves(signature, given)
+        self.by_block = self.grain == SCALE_K and not self.in_halves
 
     def start(self, args) -> None:
         super().start(args)
-        self.to_up = args.n // 2 if self.parts > 1 else None
-
-    def in_blocks(self, first) -> list[Any]:
-        """Where the parts of a tile that begins at row (column) `first` begin in their blocks of 128."""
-        return [first % SCALE_K, *([] if self.to_up is None else [(first + self.to_up) % SCALE_K])]
-
-    def number(self, part: int, place) -> Any:
-        """The number in a stage of a block: of part `part`, at `place` from the beginning of its first block."""
-        of_part = self.count // self.parts
-        return part * of_part if of_part == 1 else part * of_part + place // SCALE_K
+        self.to_up = args.n // 2 if self.in_halves else None
 
     @cute.jit
     def load(self, first, matrix, k_block, stage, thread):
@@ -117,11 +104,9 @@ class _Side(ScaleSource):
         if self.by_block:
             return first + number
         if self.to_up is not None:
-            of_part = self.count // self.parts
-            first = first + cutlass.select_(number < of_part, Int32(0), self.to_up)
-            number = number - cutlass.select_(number < of_part, 0, of_part)
-        if self.grain == SCALE_K:
-            return first // SCALE_K + number
+            of_half = self.count // 2
+            first = first + cutlass.select_(number < of_half, Int32(0), self.to_up)
+            number = number - cutlass.select_(number < of_half, 0, of_half)
         place = first + number * self.grain
         return place if self.each else place // SCALE_K
 
@@ -133,7 +118,7 @@ class Scales:
         given = signature.epilogue.program.block_scales
         rows, columns = scale_counts(config, signature)
         down, across = (given.get(name) for name in ("ba" if config.swapped else "ab"))
-        sides = (down, config.bm, rows, 0), (across, config.bn, columns, _rounded(rows))
+        sides = (down, rows, 0), (across, columns, _rounded(rows))
         made: list[Any] = [None if given is None else _Side(config, signature, given, *rest) for given, *rest in sides]
         self.down, self.across = made
         self.stage = _rounded(rows) + _rounded(columns)
@@ -201,28 +186,20 @@ class BlockScales(Promotion):
         self.blocks = config.group_rows // BLOCK_ROWS
         across = self.scales.across
         self.reads_pairs = across is not None and across.grain == 1
-        self.runs = self._runs(across)
+        shares = math.gcd(config.bn, SCALE_K) if across is None or across.by_block else max(across.grain, FRAGMENT)
+        self.run = shares // FRAGMENT
         """Fragments of neighbouring columns that share a scale wherever the tile lies."""
-
-    def _runs(self, side: _Side | None) -> list[int]:
-        if side is None or side.grain < FRAGMENT:
-            return [1] * (self.config.bn // FRAGMENT)
-        lengths = [math.gcd(side.of_part, align) for align in (SCALE_K, side.align)[: side.parts]]
-        return [length // FRAGMENT for length in lengths for _ in range(side.of_part // length)]
 
     def start(self, products: PromotedProducts, position: Position, args, work, memory) -> None:
         self.own, self.thread = work.of_warpgroup(position.group), position.own_thread
         self.base = cute.recast_ptr(memory.scales, dtype=Float32)
-        for side in (self.scales.down, self.scales.across):
-            if side is not None:
-                side.start(args)
 
     def open(self, tile) -> None:
         row, column = self.scales.corner(self.own.region(tile))
         self.own_row = self.scales.of_row * self.own.first_row
-        for side, first in ((self.scales.down, row - self.own_row), (self.scales.across, column)):
-            if side is not None and side.grain == SCALE_K:
-                side.begins = side.in_blocks(first)
+        # Where the CTA's tile begins within a block of 128.
+        self.row_in_block = (row - self.own_row) % SCALE_K
+        self.column_in_block = column % SCALE_K
 
     def fetch(self, stage) -> tuple:
         """(scales of this thread's rows, scales of its runs of columns, address of the scales of single columns)"""
@@ -234,45 +211,40 @@ class BlockScales(Promotion):
         side, found = self.scales.down, list[Any]()
         if side is None:
             return [None] * (2 * self.blocks)
-        of_part = self.blocks // side.parts
         for block in range(self.blocks):
-            if side.grain < SCALE_K:
-                row = self.own_row + block * self.config.block_step
+            row = self.own_row + block * self.config.block_step
+            if side.by_block:
+                found += [_number(first + (self.row_in_block + row) // SCALE_K)] * 2
+            elif side.grain >= BLOCK_ROWS:
+                found += [_number(first + row // side.grain)] * 2
+            else:
                 row = row + (self.thread // 32 * 16 + self.thread % 32 // 4)
                 found += [_number(first + _share(row + 8 * r, side.grain)) for r in range(2)]
-            else:
-                part, row = block // of_part, self.own_row + block % of_part * self.config.block_step
-                place = side.begins[part] + row
-                number = place // SCALE_K if side.by_block else side.number(part, place)
-                found += [_number(first + number)] * 2
         return found
 
     def _columns(self, first) -> list[Any]:
-        """Of each of `runs`; None where single columns have scales, or none."""
-        side, begin = self.scales.across, 0
+        """Of each run of columns; None where single columns have scales, or none."""
+        side, length = self.scales.across, FRAGMENT * self.run
+        begins = range(0, self.config.bn, length)
         if side is None or self.reads_pairs:
-            return [None] * len(self.runs)
-        first, found = first + side.begin, list[Any]()
-        own = 2 * (self.thread % 4) // side.grain if side.grain < FRAGMENT else 0
-        for length in self.runs:
-            if side.grain < SCALE_K:
-                found.append(_number(first + (own + begin // side.grain)))
-            else:
-                part, column = divmod(begin, side.of_part)
-                found.append(_number(first + side.number(part, side.begins[part] + column)))
-            begin += FRAGMENT * length
-        return found
+            return [None] * len(begins)
+        if not side.by_block:
+            own = 2 * (self.thread % 4) // side.grain if side.grain < FRAGMENT else 0
+            places = [own + begin // side.grain for begin in begins]
+        elif self.config.bn == length:
+            places = [0]
+        else:
+            places = [(self.column_in_block + begin) // SCALE_K for begin in begins]
+        return [_number(first + (side.begin + place)) for place in places]
 
     def add(self, accumulators, partial, fetched, half: int = 0) -> None:
         rows, columns, first = fetched
         size, fragments = cute.size(accumulators), self.config.bn // 8
         sums = cute.make_tensor(accumulators.iterator, cute.make_layout(size))
         parts = cute.make_tensor(partial.iterator, cute.make_layout(size))
-        end = 0
-        for count, column in zip(self.runs, columns, strict=True):
+        for number, column in enumerate(columns):
             factors = [[_product(row, column)] * 2 for row in rows]
-            begin, end = end, end + count
-            for j in range(begin, end):
+            for j in range(number * self.run, (number + 1) * self.run):
                 if self.reads_pairs:
                     pair = self._pair(first, j)
                     factors = [[_product(row, pair[c]) for c in range(2)] for row in rows]

@@ -30,7 +30,7 @@ from cutlass import Float32, Int32, Int64
 from cutegemm.cute.hopper.config import BLOCK_ROWS, HopperConfig
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.promoted import PromotedProducts, Promotion
-from cutegemm.cute.hopper.promotion import lies_in_halves, most_blocks
+from cutegemm.cute.hopper.promotion import blocks_of_columns, lies_in_halves
 from cutegemm.cute.source import ScaleSource, element
 from cutegemm.problem import Signature
 from cutegemm.problem.program.graph import SCALE_K
@@ -59,7 +59,7 @@ class DirectScales(Promotion):
         self.rows = 0 if self.a is None else 2 * (config.group_rows // BLOCK_ROWS)
         self.parts = 2 if "b" in given and lies_in_halves(signature, given["b"]) else 1
         self.width = config.bn // self.parts
-        self.columns = 0 if self.b is None else self.parts * most_blocks(self.width)
+        self.columns = 0 if self.b is None else self.parts * blocks_of_columns(self.width)
 
     def start(self, products: PromotedProducts, position: Position, args, work, memory) -> None:
         self.own, self.work, self.thread = work.of_warpgroup(position.group), work, position.own_thread

@@ -98,10 +98,8 @@ def scale_counts(config: HopperConfig, signature: Signature) -> tuple[int, int]:
 
 def _count(config: HopperConfig, signature: Signature, given: Input, extent: int) -> int:
     share = grain(config, signature, given)
-    if share < SCALE_K:
-        return extent // share
-    parts = 2 if lies_in_halves(signature, given) else 1
-    return parts * most_blocks(extent // parts, signature.halves)
+    by_block = share == SCALE_K and not lies_in_halves(signature, given)
+    return blocks_of_columns(extent) if by_block else extent // share
 
 
 def lies_in_halves(signature: Signature, given: Input) -> bool:
@@ -112,21 +110,21 @@ def lies_in_halves(signature: Signature, given: Input) -> bool:
 def grain(config: HopperConfig, signature: Signature, given: Input) -> int:
     """How many rows (columns) of a tile one number in a stage of the ring is for: as many as share a scale.
 
-    Where 128 does not divide F, up's columns of a tile begin anywhere in a block of 128. If they may change blocks
-    within a fragment's 8 columns, or with swapped operands within a WGMMA's 64 rows, the numbers are for at most 8.
+    Of gate's columns, and of up's, which begin anywhere in a block of 128 where 128 does not divide F, so many as lie
+    in one block wherever the tile does. If these are less than a fragment's, or with swapped operands less than the
+    rows of a WGMMA, the numbers are for at most 8.
     """
     size = int(given.scales[1:])
     if size == 1 or not lies_in_halves(signature, given):
         return size
-    least = BLOCK if config.swapped else FRAGMENT
-    return SCALE_K if signature.halves >= least else min(FRAGMENT, signature.halves)
+    extent, least = (config.bm, BLOCK) if config.swapped else (config.bn, FRAGMENT)
+    share = math.gcd(extent // 2, signature.halves)
+    return share if share >= least else min(FRAGMENT, signature.halves)
 
 
-def most_blocks(extent: int, align: int = SCALE_K) -> int:
-    """The most blocks of 128 that rows or columns of a tile lie in. They begin at a multiple of their extent, or at
-    such a multiple and one of `align`, a divisor of 128.
-    """
-    last = SCALE_K - math.gcd(extent, align)
+def blocks_of_columns(extent: int) -> int:
+    """The most blocks of 128 that a tile of that extent lies in, which begins at a multiple of it."""
+    last = SCALE_K - math.gcd(extent, SCALE_K)
     return -(-(last + extent) // SCALE_K)
 
 

@@ -55,7 +55,7 @@ LAYERS = {
         cutegemm.native.*""",
     "hardware": "cutegemm.hardware.*",
     "problem": "cutegemm.problem.* cutegemm.ops.*",
-    "errors": "cutegemm.errors",
+    "errors, locks": "cutegemm.errors cutegemm.locks",
 }
 """The layers from top to bottom: modules by name, `NAME.*` a package with all that no other layer names."""
 

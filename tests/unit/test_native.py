@@ -27,6 +27,7 @@ from tests.native_cases import (
     BIAS,
     DEEP,
     FP32,
+    LEAST_ADDRESS,
     OUT,
     A,
     B,
@@ -90,8 +91,8 @@ def test_products_are_launched_from_cpp_with_the_arguments_that_python_passes(na
     assert torch.equal(result, other)
     # Addresses of new tensors and of the workspace may differ; a launch's first five arguments are addresses.
     assert arguments[5:8] == arguments_cpp[5:8]
-    sizes = [value for value in arguments[8:] if value < 2**32]
-    assert sizes == [value for value in arguments_cpp[8:] if value < 2**32]
+    sizes = [value for value in arguments[8:] if value < LEAST_ADDRESS]
+    assert sizes == [value for value in arguments_cpp[8:] if value < LEAST_ADDRESS]
     assert arguments_cpp[4] == other.data_ptr()
     if name in ("mm", "addmm", "a C that is not read", "out", "bias, gelu", "operator"):
         assert arguments[:4] == arguments_cpp[:4]

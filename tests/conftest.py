@@ -84,12 +84,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _sample_products(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves of each test marked `product(keep=N)` N cases, or as many more as hold every value of every parameter.
 
-    A parameter with more than N values, as a plain list has, does not count: of a list N cases are left.
+    A parameter with more than N values, as a plain list has, does not count: of a list N cases are left. Of slow cases
+    there is a sample of their own.
     """
-    products: dict[str, list[pytest.Item]] = {}
+    products: dict[tuple[str, bool], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("product"):
-            products.setdefault(item.nodeid.split("[")[0], []).append(item)
+            slow = item.get_closest_marker("slow") is not None
+            products.setdefault((item.nodeid.split("[")[0], slow), []).append(item)
     left_out: set[pytest.Item] = set()
     for cases in products.values():
         cases.sort(key=lambda case: hashlib.sha256(case.nodeid.encode()).digest())

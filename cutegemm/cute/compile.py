@@ -145,11 +145,15 @@ def compile_operator(operator: Any, target: str) -> Artefacts:
             found.append(why)
 
     thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="cutegemm compiler")
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter is at its end: since Python 3.12 no thread begins then
+        return _compile(operator, target)
     thread.join()
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0]
+    result = found.pop()
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
 def _compile(operator: Any, target: str) -> Artefacts:

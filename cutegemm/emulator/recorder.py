@@ -111,10 +111,15 @@ def recording(module: HostModule) -> Iterator[Recording]:
     stack.append(Recording(module))
     try:
         yield stack[-1]
+    except BaseException as why:
+        if stack[-1].interrupt is not None:
+            raise stack[-1].interrupt from why
+        raise
+    else:
+        if stack[-1].interrupt is not None:
+            raise stack[-1].interrupt
     finally:
-        interrupt = stack.pop().interrupt
-    if interrupt is not None:
-        raise interrupt
+        stack.pop()
 
 
 def current() -> Recording:

@@ -321,8 +321,10 @@ class Problem:
     @property
     def _halves(self) -> int:
         """See `Signature.halves`."""
+        if self.epilogue.gating != "halves":
+            return SCALE_K
         scales = self.epilogue.program.block_scales.get("b")
-        by_blocks = self.epilogue.gating == "halves" and scales is not None and scales.scales == f"b{SCALE_K}"
+        by_blocks = scales is not None and scales.scales == f"b{SCALE_K}"
         return math.gcd(self.n // 2, SCALE_K) if by_blocks else SCALE_K
 
     @property

@@ -39,11 +39,23 @@ def gated() -> Epilogue:
         ("256x192x64/coop2/c1x2/s3/serp8/zig/streamk/pdl", "ragged_m", "tn", None),
         ("256x128x64/coop2/c2x1/s4/serp8/swap/zig/streamk/pdl", "ragged_m", "tn", None),
         ("128x256x64/coop2/c2x1/s4/serp8/zig/streamk/pdl", "ragged_m", "tn", gated()),
-        ("256x176x64/coop2/c2x1/s4/serp8/swap/zig/streamk/fit/pdl", "ragged_m", "tn", None),
-        ("256x160x64/coop2/c1x2/s4/serp8/swap/zig/fit/pdl", "ragged_m", "tn", gated()),
-        ("256x144x64/coop2/c1x2/s4/serp8/swap/zig/fit/pdl", "scattered_m", "tn", FULL),
-        ("128x96x64/pp/c1x1/s4/serp8/swap/fit/pdl", "ragged_m", "tn", gated()),
-        ("128x96x64/coop1/c1x1/s4/serp8/swap/zig/streamk/fit/pdl", "gathered_m", "tn", gated()),
+        pytest.param(
+            "256x176x64/coop2/c2x1/s4/serp8/swap/zig/streamk/fit/pdl", "ragged_m", "tn", None, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "256x160x64/coop2/c1x2/s4/serp8/swap/zig/fit/pdl", "ragged_m", "tn", gated(), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "256x144x64/coop2/c1x2/s4/serp8/swap/zig/fit/pdl", "scattered_m", "tn", FULL, marks=pytest.mark.slow
+        ),
+        pytest.param("128x96x64/pp/c1x1/s4/serp8/swap/fit/pdl", "ragged_m", "tn", gated(), marks=pytest.mark.slow),
+        pytest.param(
+            "128x96x64/coop1/c1x1/s4/serp8/swap/zig/streamk/fit/pdl",
+            "gathered_m",
+            "tn",
+            gated(),
+            marks=pytest.mark.slow,
+        ),
         ("64x256x64/coop1/c2x1/s4/serp8/streamk/pdl", "gathered_m", "tn", gated()),
         ("128x256x64/coop2/c1x2/s4/hilbert/zig/streamk/pdl", "scattered_m", "tt", None),
     ],

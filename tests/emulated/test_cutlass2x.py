@@ -81,7 +81,6 @@ def kernels(request):
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in MORE)) for name in CASES])
-@pytest.mark.product(keep=6)
 def test_right_in_the_emulator(name, seed):
     case, config = made(name, seed)
     case.run(backend="cutlass2x", config=config)

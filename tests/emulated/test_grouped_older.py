@@ -34,7 +34,7 @@ def case_of(work, sizes, m, n, k, dtype, **options) -> GroupCase:
 @pytest.mark.parametrize("work", WORKS)
 @pytest.mark.parametrize("majors", ["tn", "tt", "nn", "nt"])
 @pytest.mark.parametrize(("dtype", "config"), KINDS)
-@pytest.mark.product(keep=6)
+@pytest.mark.product(keep=12)
 def test_groups_of_any_sizes(work, majors, dtype, config, seed):
     """Extents of any number, so that no row but the first begins at 16 bytes; then integers, which are exact."""
     rng = random.Random(seed)
@@ -82,7 +82,7 @@ def test_elements_of_one_byte_with_scales(work, dtype, recipe, seed, monkeypatch
 
 @pytest.mark.parametrize("config", [MMA, CORES])
 @pytest.mark.parametrize("work", [RAGGED_M, GATHERED, SCATTERED, MASKED, RAGGED_N, RAGGED_K])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=4)
 def test_programs_with_operands_and_reduced_results(work, config, seed):
     generator = torch.Generator().manual_seed(seed)
     dtype = "bf16" if config == MMA else "fp32"

@@ -49,7 +49,7 @@ CASES = [
 
 @pytest.mark.parametrize(("work", "config", "kinds", "recipes"), CASES)
 @pytest.mark.parametrize("sizes", [(70, 0, 1, 56), "drawn"], ids=str)
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=5)
 def test_every_recipe_on_groups_of_any_sizes(work, config, kinds, recipes, sizes, seed):
     """K is no multiple of 128, groups end anywhere, one is empty, one has one row."""
     rng = random.Random(seed)

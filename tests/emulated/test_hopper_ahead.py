@@ -88,7 +88,6 @@ def test_columns_that_repeat(config, shape):
 
 
 @pytest.mark.parametrize("config", SWAPPED)
-@pytest.mark.product(keep=2)
 def test_columns_that_repeat_with_swapped_operands(config):
     check(SWAPPED_HEADS, config, (330, 200, 136))
 

@@ -82,6 +82,26 @@ def test_an_interrupt_while_host_code_runs_is_raised(interrupt, monkeypatch):
     assert torch.equal(cutegemm.gemm(a, a, **how), expected)
 
 
+def test_an_interrupt_comes_before_what_the_recording_raises():
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    module = recorder.HostModule(".version 8.0\n.target sm_80\n.address_size 64\n")
+    with pytest.raises(KeyboardInterrupt) as raised, recorder.recording(module):
+        assert recorder.guarded(interrupted)() == recorder.UNKNOWN
+        raise RuntimeError("host code failed")
+    assert isinstance(raised.value.__cause__, RuntimeError)
+
+
+def test_at_the_end_of_the_interpreter_the_main_thread_compiles(monkeypatch):
+    def refused(_) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    monkeypatch.setattr(compiler, "_compile", lambda *_: "artefacts")
+    assert compiler.compile_operator(None, "sm_80") == "artefacts"
+
+
 def test_kernels_are_compiled_outside_the_main_thread(monkeypatch):
     """Where Python raises no KeyboardInterrupt: within the DSL it can end the process."""
     found = []

@@ -86,10 +86,13 @@ def test_an_interrupt_comes_before_what_the_recording_raises():
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    module = recorder.HostModule(".version 8.0\n.target sm_80\n.address_size 64\n")
-    with pytest.raises(KeyboardInterrupt) as raised, recorder.recording(module):
-        assert recorder.guarded(interrupted)() == recorder.UNKNOWN
-        raise RuntimeError("host code failed")
+    def run() -> None:
+        with recorder.recording(recorder.HostModule(".version 8.0\n.target sm_80\n.address_size 64\n")):
+            assert recorder.guarded(interrupted)() == recorder.UNKNOWN
+            raise RuntimeError("host code failed")
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        run()
     assert isinstance(raised.value.__cause__, RuntimeError)
 
 

@@ -81,7 +81,7 @@ def test_nothing_is_spilled(config, work, majors, epilogue):
     ],
 )
 @pytest.mark.parametrize("rows", [64, 128, 256, 512])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_no_candidate_that_fits_a_group_spills(rows, program, work, majors):
     epilogue = Epilogue(custom=simplified(parse(f"def epilogue{program}"))) if program else None
     problem = Problem.of(2048, 4096, 4096, majors=majors, batch=8, work=work, epilogue=epilogue)

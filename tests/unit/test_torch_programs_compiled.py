@@ -418,6 +418,7 @@ def test_integers_that_change_compile_once_more_with_gradients(seed):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.slow
 def test_a_package_of_aotinductor_gives_none_for_empty_lists(seed, tmp_path):
     """Its runtime calls operators with None in place of empty lists of operands."""
     b, experts, scale = *draw(seed, (16, 8), (4, 16, 8)), torch.ones(())

@@ -36,8 +36,8 @@ from tuning import host_stub
 
 _FLOAT = 3
 LEAST_ADDRESS = 1 << 22
-"""What the addresses of memory are not below, also in a Python that lies at a fixed place (Debian's), and all sizes and
-strides of these tests are."""
+"""No address of memory is below this, also in a Python that lies at a fixed place (Debian's). All sizes and strides of
+these tests are."""
 PLAIN = Program((), (Node("acc"),), (Output(0),))
 _PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(_Any), ctypes.c_int32, ctypes.POINTER(_Any))
 

@@ -24,6 +24,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,24 +137,14 @@ def compile_operator(operator: Any, target: str) -> Artefacts:
     """
     if threading.current_thread() is not threading.main_thread():
         return _compile(operator, target)
-    found: list[Artefacts | BaseException] = []
-
-    def work() -> None:
-        try:
-            found.append(_compile(operator, target))
-        except BaseException as why:
-            found.append(why)
-
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="cutegemm compiler")
+    pool = ThreadPoolExecutor(1, "cutegemm compiler")
     try:
-        thread.start()
-    except RuntimeError:  # the interpreter is at its end: since Python 3.12 no thread begins then
+        made = pool.submit(contextvars.copy_context().run, _compile, operator, target)
+    except RuntimeError:  # the interpreter is at its end: no thread begins then
         return _compile(operator, target)
-    thread.join()
-    result = found.pop()
-    if isinstance(result, BaseException):
-        raise result
-    return result
+    finally:
+        pool.shutdown(wait=False)
+    return made.result()
 
 
 def _compile(operator: Any, target: str) -> Artefacts:

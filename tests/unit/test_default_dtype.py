@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import cutegemm
+from tests.unit.test_moe_modules import Experts
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -38,30 +39,8 @@ def test_so_are_they_in_gradients(default):
     assert a.grad.item() == torch.tensor(0.1, dtype=torch.float32).item()
 
 
-class Experts(torch.nn.Module):
-    """Stacked experts as transformers has them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.num_experts = 4
-        shapes = {"gate_up_proj": (4, 16, 16), "down_proj": (4, 16, 8)}
-        for name, shape in shapes.items():
-            values = torch.randn(shape, dtype=torch.float32, generator=generator) / 4
-            setattr(self, name, torch.nn.Parameter(values))
-        self.act_fn = torch.nn.SiLU()
-
-    def forward(self, x, chosen, weights):
-        out = torch.zeros_like(x)
-        for expert in range(self.num_experts):
-            tokens, places = (chosen == expert).nonzero(as_tuple=True)
-            gate, up = torch.nn.functional.linear(x[tokens], self.gate_up_proj[expert]).chunk(2, -1)
-            found = torch.nn.functional.linear(self.act_fn(gate) * up, self.down_proj[expert])
-            out.index_add_(0, tokens, found * weights[tokens, places, None])
-        return out
-
-
 def test_experts_in_fp32_are_replaced(default):
-    model = torch.nn.Sequential(Experts())
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Experts(torch.nn.SiLU()).to(torch.float32))
     cutegemm.nn.replace_moe(model)
     assert isinstance(model[0], cutegemm.nn.MoE)

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from cutegemm.cute import operand_parts
-from cutegemm.cute.hopper.validity import BLOCK_ROWS
+from cutegemm.cute.hopper.promotion import BLOCK_ROWS
 from cutegemm.problem import ITEMSIZE
 from cutegemm.problem.program.graph import Input
 from cutegemm.problem.work import DENSE, MASKED, RAGGED_K, RAGGED_M

@@ -28,7 +28,8 @@ from typing import ClassVar
 from cutegemm.cute import operand_parts, tile_order
 from cutegemm.cute.hopper import ahead_plan, grouping, part_candidates, promotion, validity, work_count
 from cutegemm.cute.hopper import options as option_table
-from cutegemm.cute.hopper.validity import BLOCK_ROWS, CLUSTERS
+from cutegemm.cute.hopper.promotion import BLOCK_ROWS
+from cutegemm.cute.hopper.validity import CLUSTERS
 from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS, LaunchedConfig, word_bytes
 from cutegemm.hardware.arch import Arch
 from cutegemm.hardware.residency import resident_clusters

@@ -41,8 +41,10 @@ MOST_HALF_SCATTERED = 112
 """The same where groups are columns, or rows of D are scattered: slabs store such results, which takes addresses."""
 SCALE_THREADS = 96
 """Threads of the producer's warpgroup that copy scales of blocks of K: all but those of its first warp."""
-FRAGMENT, BLOCK = 8, 64
-"""Columns of a warp's fragment of accumulators, and rows of those of one WGMMA."""
+BLOCK_ROWS = 64
+"""Rows of one WGMMA, and of D that a warpgroup stores at a time."""
+FRAGMENT = 8
+"""Columns of a warp's fragment of accumulators."""
 CONSUMER_REGISTERS = (24, 240)
 WITH_COPIES = (40, 232)
 """Registers a thread of (producer, consumers) after setmaxnreg, for two consumer warpgroups; the second where a thread
@@ -117,7 +119,7 @@ def grain(config: HopperConfig, signature: Signature, given: Input) -> int:
     size = int(given.scales[1:])
     if size == 1 or not lies_in_halves(signature, given):
         return size
-    extent, least = (config.bm, BLOCK) if config.swapped else (config.bn, FRAGMENT)
+    extent, least = (config.bm, BLOCK_ROWS) if config.swapped else (config.bn, FRAGMENT)
     share = math.gcd(extent // 2, signature.halves)
     return share if share >= least else min(FRAGMENT, signature.halves)
 
@@ -184,7 +186,7 @@ def _why_not_half(config: HopperConfig, signature: Signature) -> str | None:
             f"{signature.halves} is the largest power of two that divides the columns of gate and those of up; half "
             f"has scales of blocks of them where {SCALE_K} does"
         )
-    if config.group_rows == BLOCK and config.bn % 32:
+    if config.group_rows == BLOCK_ROWS and config.bn % 32:
         return f"bn is {config.bn}; half of a tile's columns, which one WGMMA has with half, need a multiple of 32"
     most = MOST_HALF_SCATTERED if signature.work in (SCATTERED, RAGGED_N) else MOST_HALF
     if config.accumulators > most:

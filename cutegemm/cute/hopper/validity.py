@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from cutegemm.cute import operand_parts
 from cutegemm.cute.hopper import grouping, options, promotion
+from cutegemm.cute.hopper.promotion import BLOCK_ROWS
 from cutegemm.problem.dtypes import ITEMSIZE, why_not_taken
 from cutegemm.problem.parts import TABLE as SPLIT
 from cutegemm.problem.program import quantized
@@ -21,8 +22,6 @@ TAKES: tuple[Kind, ...] = (
     ("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "tf32"), *SPLIT,
     ("e4m3", "ieee"), ("e4m3", "fast"), ("e5m2", "ieee"), ("e5m2", "fast"), ("int8", "ieee"),
 )  # fmt: skip
-BLOCK_ROWS = 64
-"""Rows of one WGMMA, and of D that a warpgroup stores at a time."""
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
 CLUSTER_PARTS = (1, 2, 4, 8)
 """Accepted numbers of CTAs of a cluster along K."""

@@ -1,8 +1,8 @@
 """Locks of the process's own data, which a forked child finds free.
 
 A child of `os.fork` has only the thread that forked. A lock that another thread held then would never be released in
-it: a call would wait for ever. Python's own modules renew their locks in the same way. A thread must not fork while it
-holds one itself.
+it: a call would wait for ever. Python's own modules renew their locks after a fork in the same way. A thread must not
+fork while it holds one itself.
 """
 
 from __future__ import annotations

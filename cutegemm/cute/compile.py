@@ -133,7 +133,7 @@ def compile_operator(operator: Any, target: str) -> Artefacts:
     """Compiles a DSL operator for `target` ("sm_80", "sm_90a", ...). Raises GemmError with the compiler's words.
 
     A KeyboardInterrupt within the DSL can end the process (4.8, `terminate called`). Python raises it in the main
-    thread alone, so that compilers run in others: an interrupted call leaves one at work, to its end.
+    thread only, so the compiler runs in another thread. When a call is interrupted, its compiler goes on to its end.
     """
     if threading.current_thread() is not threading.main_thread():
         return _compile(operator, target)

@@ -132,7 +132,8 @@ def current() -> Recording:
 
 def guarded(action: Callable[..., int | None]) -> Callable[..., int]:
     """``action`` as a callback of native code: an exception becomes an error code and a sentence in the
-    recording. A KeyboardInterrupt, or another one that is no Exception, is raised when the recording ends.
+    recording. A KeyboardInterrupt, or another BaseException that is no Exception, is raised when the recording
+    ends.
     """
 
     def call(*arguments: Any) -> int:

@@ -145,8 +145,8 @@ def row_max(x: Operand) -> Any:
 
 
 def row_max_abs(x: Operand) -> Any:
-    """A result: the greatest |x| of each row of D, (M, 1) in fp32 unless cast; for the scales of a quantized copy. Of a
-    row without columns minus infinity, as `row_max` gives.
+    """A result: the greatest |x| of each row of D, (M, 1) in fp32 unless cast; for the scales of a quantized copy. A
+    row without columns gives minus infinity, as with `row_max`.
 
     >>> row_max_abs(torch.tensor([[1.0, -2.0]]))
     tensor([[2.]])
@@ -173,8 +173,8 @@ def column_max(x: Operand) -> Any:
 
 
 def column_max_abs(x: Operand) -> Any:
-    """A result: the greatest |x| of each column of D, (1, N) in fp32 unless cast. Of a column without rows minus
-    infinity, as `column_max` gives.
+    """A result: the greatest |x| of each column of D, (1, N) in fp32 unless cast. A column without rows gives
+    minus infinity, as with `column_max`.
 
     >>> column_max_abs(torch.tensor([[1.0, -5.0], [3.0, 4.0]]))
     tensor([[3., 5.]])

@@ -176,8 +176,8 @@ def test_what_is_chosen_for_narrow_rows_spills_none(shape, dtype, majors, gpu):
 @pytest.mark.parametrize("shape", [(4097, 4097, 4097), (4098, 4098, 4098), (4100, 4100, 4100), (4097, 4096, 4096)])
 @pytest.mark.product(keep=2)
 def test_candidates_for_narrow_rows_keep_the_addresses_of_their_copies(shape, majors, precision, gpu, pytestconfig):
-    """Up to ten registers may lie in local memory: the limits on copies keep out what spills more. Of the candidates
-    every third, in `make nightly` all.
+    """Up to ten registers may lie in local memory: the limits on copies keep out what spills more. `make test` takes
+    every third candidate, `make nightly` all of them.
     """
     every = 1 if pytestconfig.getoption("--exhaustive") else 3
     problem = Problem.of(*shape, "bf16" if precision == "ieee" else "fp32", majors=majors, precision=precision)

@@ -141,8 +141,8 @@ an H200 it is none of the first, 8 of the second."""
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.product(keep=2)
 def test_candidates_without_tma_find_their_group_in_few_registers(work, dtype, pytestconfig):
-    """A CTA keeps the tile that it has found; as many bytes are spilled at most as by dense kernels with a program. Of
-    the candidates every twelfth, in `make nightly` all.
+    """A CTA keeps the tile that it has found; as many bytes are spilled at most as by dense kernels with a program.
+    `make test` takes every twelfth candidate, `make nightly` all of them.
     """
     every = 1 if pytestconfig.getoption("--exhaustive") else 12
     problem = Problem.of(4096, 4096, 4096, dtype, majors="nt" if work == "ragged_k" else "tn", batch=8, work=work)

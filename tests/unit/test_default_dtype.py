@@ -1,4 +1,4 @@
-"""What torch's default dtype is makes no difference."""
+"""Results do not depend on torch's default dtype."""
 
 from __future__ import annotations
 

@@ -112,9 +112,9 @@ def lies_in_halves(signature: Signature, given: Input) -> bool:
 def grain(config: HopperConfig, signature: Signature, given: Input) -> int:
     """How many rows (columns) of a tile one number in a stage of the ring is for: as many as share a scale.
 
-    Of gate's columns, and of up's, which begin anywhere in a block of 128 where 128 does not divide F, so many as lie
-    in one block wherever the tile does. If these are less than a fragment's, or with swapped operands less than the
-    rows of a WGMMA, the numbers are for at most 8.
+    With gate and up in halves it is how many neighbouring columns of gate, or of up, lie in one block of 128 wherever
+    the tile lies: up's columns may begin anywhere in a block, unless 128 divides F. If these are fewer than a
+    fragment's columns, or with swapped operands fewer than a WGMMA's rows, a number is for at most 8 columns.
     """
     size = int(given.scales[1:])
     if size == 1 or not lies_in_halves(signature, given):

@@ -154,7 +154,7 @@ class Output(NamedTuple):
 
 
 def _restored(inputs: Any, nodes: tuple[Node, ...], outputs: Any, gating: str | None) -> Program:
-    """A copied program. A NaN equals itself only, so that all programs have the one of `math`."""
+    """A copied program. A NaN is equal to the same object only, so every program has `math.nan`."""
     nodes = tuple(each._replace(attribute=math.nan) if each.attribute != each.attribute else each for each in nodes)
     return Program(inputs, nodes, outputs, gating)
 

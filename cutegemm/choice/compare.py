@@ -10,17 +10,18 @@ from cutegemm.choice.cost_model import TURNS, Model
 
 
 def cheapest(
-    models: Sequence[Model], m: int, n: int, k: int, batch: int, close: float = 1.0
+    models: Sequence[Model], m: int, n: int, k: int, batch: int, close: float = 1.0, beaten: float = math.inf
 ) -> tuple[float, int | None]:
-    """(seconds, place) of the cheapest of several models of one signature; (inf, None) without any.
+    """(seconds, place) of the cheapest of several models of one signature; (beaten, None) where none is cheaper.
 
     Args:
         close: a model whose bound is at least this share of the best estimate so far is not estimated.
+        beaten: an estimate that the cheapest must be under.
     """
     # The most promising first: its time is under the bound of most others.
     straddling = models[0].straddling(m, n, k) if models else 0.0
     least = [model.bound(m, n, k, batch, straddling) for model in models]
-    seconds, chosen = math.inf, None
+    seconds, chosen = beaten, None
     for place in sorted(range(len(least)), key=least.__getitem__):
         if least[place] >= close * seconds:
             break

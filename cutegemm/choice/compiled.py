@@ -79,12 +79,12 @@ static int splits_of(const double *model, const double *numbers, double m, doubl
 }
 
 /* As compare.cheapest, of the models of a list and those of another with K split. Returns the place of the cheapest
-   in both lists, -1 without any, and its splits. */
+   in both lists, -1 without any. `results` has the seconds to beat, and gets those of the cheapest and its splits. */
 int cheapest(const double *const *models, int count, const double *const *split, const double *const *numbers,
              int split_count, double m, double n, double k, double batch, double close, double *results) {
   struct candidate candidates[MOST];
   int places[MOST], all = 0, chosen = -1;
-  double least[MOST], room[FIELDS], found[TURNS], share = 0, seconds = INFINITY;
+  double least[MOST], room[FIELDS], found[TURNS], share = 0, seconds = results[0];
   for (int i = 0; i < count; ++i) candidates[all] = (struct candidate){models[i], 0}, places[all++] = i;
   for (int i = 0; i < split_count; ++i) {
     int many = splits_of(split[i], numbers[i], m, n, k, batch, found);
@@ -157,16 +157,18 @@ class Group:
             lists = (ctypes.c_void_p * len(split))(*map(ctypes.addressof, ended))
             self._given = _pointers(models), len(models), _pointers(split), lists, len(split)
 
-    def cheapest(self, m: int, n: int, k: int, batch: int, close: float) -> tuple[float, int | None, int] | None:
+    def cheapest(
+        self, m: int, n: int, k: int, batch: int, close: float, beaten: float = math.inf
+    ) -> tuple[float, int | None, int] | None:
         """(seconds, place, splits) of the cheapest: its place among the models and, behind them, those with K split;
-        splits are 0 of the former. (inf, None, 0) without any; None where there is no library.
+        splits are 0 of the former. (beaten, None, 0) without any; None where there is no library.
 
         Args:
-            close: as of `compare.cheapest`.
+            close, beaten: as of `compare.cheapest`.
         """
         if not self._fits:
             return None
-        results = (ctypes.c_double * 2)()
+        results = (ctypes.c_double * 2)(beaten)
         place = self._library.cheapest(*self._given, m, n, k, batch, close, ctypes.addressof(results))
         return results[0], None if place < 0 else place, int(results[1])
 

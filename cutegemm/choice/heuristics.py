@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 ANOTHER_BACKEND_GAINS = 0.95
 """Another backend than the first must be estimated this much faster: estimates of different kernels compare less well
 than estimates of one kernel's configurations."""
+SIZED_GAINS = 0.98
+"""A tile made for the sizes must be estimated this much faster than the listed ones, because such tiles are many: each
+that is taken is another kernel to compile."""
 NEAR = 1.5
 """Distance up to which a winner counts: the sum of |log2| of the ratios of M, N and K."""
 WON = 0.03
@@ -173,6 +176,7 @@ class Candidates:
         listed = backend.candidates(signature, arch)
         self._listed = {str(config): (config, splits) for config, splits in listed}
         self._made: dict[str, tuple[Model, Any]] = {}
+        self._made_sized: dict[Any, tuple[Model, Any]] = {}
         self._made_split: dict[str, SplitCandidates] = {}
         self._shortlists: dict[tuple[int, int, int, int], Shortlist] = {}
         self.learn(neighbours.winners_of(signature, arch, backend.name) if known is None else known)
@@ -180,10 +184,18 @@ class Candidates:
     def _entry(self, text: str) -> tuple[Model, Any]:
         """A candidate with its model, made when first wanted: a shortlist has a few of some hundred."""
         if text not in self._made:
-            config = self._listed[text][0]
-            shape = self.backend.footprint(config, self._signature, self._arch)
-            self._made[text] = Model(shape, self._signature, self._arch), config
+            self._made[text] = self._modelled_one(self._listed[text][0])
         return self._made[text]
+
+    def _entry_of(self, config: Any) -> tuple[Model, Any]:
+        """The same of a candidate made for some sizes, which is kept for others that it fits too."""
+        if config not in self._made_sized:
+            self._made_sized[config] = self._modelled_one(config)
+        return self._made_sized[config]
+
+    def _modelled_one(self, config: Any) -> tuple[Model, Any]:
+        shape = self.backend.footprint(config, self._signature, self._arch)
+        return Model(shape, self._signature, self._arch), config
 
     def _split(self, text: str) -> SplitCandidates:
         """A candidate that may have K split, likewise."""
@@ -224,10 +236,24 @@ class Candidates:
         if self.backend.check(chosen, problem, self._arch) is not None:
             compared = self._serving(self._shortlist(_bucket(*problem.evened))[0], problem)
             return next(chain(compared, self.ascending(problem, split=False)), None)
-        return seconds, chosen, why
+        return seconds, chosen if why else self.backend.in_one_wave(chosen, problem, self._arch), why
 
     def _modelled(self, m: int, n: int, k: int, batch: int) -> tuple[float, Any]:
         """(seconds, configuration) of what the model likes best; (inf, None) without candidates."""
+        seconds, listed = self._listed_best(m, n, k, batch)
+        entries = self._sized(m, n, k, batch)
+        models, limit = [cost for cost, _ in entries], seconds * SIZED_GAINS
+        found = Group(models).cheapest(m, n, k, batch, CLOSE, limit) if models else (limit, None)
+        taken, place, *_ = found or cheapest(models, m, n, k, batch, CLOSE, limit)
+        return (seconds, listed) if place is None else (taken, entries[place][1])
+
+    def _sized(self, m: int, n: int, k: int, batch: int) -> list[tuple[Model, Any]]:
+        """The candidates made for these sizes."""
+        configs = self.backend.sized(self._signature, self._arch, m, n, k, batch)
+        return [self._entry_of(config) for config in configs]
+
+    def _listed_best(self, m: int, n: int, k: int, batch: int) -> tuple[float, Any]:
+        """The same of the shortlist."""
         bucket = _bucket(m, n, k, batch)
         entries, group, splits = self._shortlists.get(bucket) or self._shortlist(bucket)
         found = group.cheapest(m, n, k, batch, CLOSE)
@@ -267,7 +293,8 @@ class Candidates:
         """
         sizes = problem.evened
         splits = self._splits.values() if split else ()
-        entries = [*self._whole, *(pair for one in splits for pair in one.worth_trying(*sizes))]
+        made = (pair for pair in self._sized(*sizes) if str(pair[1]) not in self._listed)
+        entries = [*self._whole, *made, *(pair for one in splits for pair in one.worth_trying(*sizes))]
         yield from self._serving(entries, problem)
 
     def _serving(self, entries: list[tuple[Model, Any]], problem: Problem) -> Iterator[tuple[float, Any, str]]:

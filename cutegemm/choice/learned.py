@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cutegemm.problem import scaling
 from cutegemm.problem.dtypes import CUDA_CORES
 from cutegemm.problem.program.graph import ROW_BLOCKS
 
@@ -138,7 +139,7 @@ def taught(footprint: Footprint, signature: Signature) -> bool:
     cooperative tiles on an H200 and 91 in ping-pong, which the plain product prefers.
     """
     epilogue = signature.epilogue
-    is_known = _gates_alone if epilogue.gating else _multiplies_alone
+    is_known = _gates_alone if epilogue.gating else scaling.multiplies_alone
     plain = epilogue.c_dtype is None and (epilogue.custom is None or is_known(epilogue.custom))
     return (plain or signature.unit == CUDA_CORES) and signature.work == "dense" and footprint.terms == 1
 
@@ -149,23 +150,7 @@ def _gates_alone(program: Program) -> bool:
     if program.gating != "halves":
         return False
     outputs = [each for each in program.outputs if each.reduce != ROW_BLOCKS]
-    return len(outputs) == 1 and outputs[0].reduce is None and not _reads_a_matrix(program)
-
-
-def _reads_a_matrix(program: Program) -> bool:
-    return any(given.m and given.n for given in program.inputs)
-
-
-def _multiplies_alone(program: Program) -> bool:
-    """Whether D is the sum, times constants, numbers and vectors such as scales, and nothing else is done."""
-    powers: list[int] = []  # of the sum in each node
-    for node in program.nodes:
-        if node.op not in ("acc", "input", "const", "mul"):
-            return False
-        powers.append(sum(powers[place] for place in node.args) if node.op == "mul" else int(node.op == "acc"))
-    if len(program.outputs) != 1 or _reads_a_matrix(program):
-        return False
-    return program.outputs[0].reduce is None and powers[program.outputs[0].node] == 1
+    return len(outputs) == 1 and outputs[0].reduce is None and not scaling.reads_a_matrix(program)
 
 
 def most_flops(signature: Signature) -> float:

@@ -33,6 +33,7 @@ from cutegemm.cute.hopper import candidates as hopper_candidates
 from cutegemm.cute.hopper import config as hopper_config
 from cutegemm.cute.hopper import footprint as hopper_footprint
 from cutegemm.cute.hopper import grouping as hopper_grouping
+from cutegemm.cute.hopper import sized as hopper_sized
 from cutegemm.cute.hopper import validity as hopper_validity
 from cutegemm.cute.simt import candidates as simt_candidates
 from cutegemm.cute.simt import config as simt_config
@@ -64,7 +65,9 @@ _SPLITTING = ("operand_parts.py", "splitter.py")
 """The same for families that split operands into parts."""
 _QUANTIZING = ("quantize/scale.py", "../problem/quantization.py", "../problem/program/quantized.py")
 """The same for families that quantize results."""
-_CHOICE_SOURCES = frozenset(("byte_candidates.py", "candidates.py", "shortlists.py", "footprint.py", "registers.py"))
+_CHOICE_SOURCES = frozenset(
+    ("byte_candidates.py", "candidates.py", "shortlists.py", "sized.py", "footprint.py", "registers.py")
+)
 """Files of a family's folder that decide which of its kernels is taken, not what it does."""
 
 
@@ -88,7 +91,7 @@ def _always(config: Any, *about: Any) -> bool:
     return True
 
 
-def _all(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) -> list[tuple[str, bool]]:
+def _all(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) -> list[Any]:
     return []
 
 
@@ -107,7 +110,7 @@ class Family:
         splits: of a candidate's text and a signature, the splits of K that it may also have.
         shortlist: of (signature, arch, m, n, k, batch): (text, whether K is split) of the candidates to compare for
             about these sizes; all are compared where it names none.
-        stores_alike, uses_constant, for_constant: those of `Backend`.
+        sized, in_one_wave, stores_alike, uses_constant, for_constant: those of `Backend`.
         capability: the least compute capability of GPUs that it runs on. forward: whether it runs on newer ones too.
         automatic: one that is not serves only calls that name a configuration.
         clips: whether its loads end where a row does: alignment of an operand then means that of its rows' beginnings.
@@ -129,6 +132,8 @@ class Family:
     works: tuple[str, ...] = (work.DENSE,)
     splits: Callable[[str, Signature], tuple[int, ...]] = _no_splits
     shortlist: Callable[[Signature, Arch, int, int, int, int], list[tuple[str, bool]]] = _all
+    sized: Callable[[Signature, Arch, int, int, int, int], list[Any]] = _all
+    in_one_wave: Callable[[Any, Problem, Arch], Any] = _same
     tries: Callable[[Any, Signature], bool] = _always
     stores_alike: Callable[[Any, Problem, Problem], bool] = _always
     uses_constant: Callable[[Any, Problem], bool] = _never
@@ -166,6 +171,8 @@ FAMILIES: dict[str, Family] = {
         splits=hopper_candidates.splits,
         tries=hopper_candidates.tries,
         shortlist=hopper_candidates.shortlist,
+        sized=hopper_sized.sized,
+        in_one_wave=hopper_sized.in_one_wave,
         stores_alike=hopper_candidates.stores_alike,
         uses_constant=hopper_candidates.uses_constant,
         for_constant=hopper_candidates.for_constant,
@@ -371,7 +378,8 @@ class CuteBackend(Backend[Any]):
         """
         for family in self._automatic(problem.signature):
             whole, split = family.config.space(ITEMSIZE[problem.dtype]), family.config.split_space(problem, arch)
-            for config in chain(whole, split):
+            made = set(family.sized(problem.signature, arch, *problem.evened)) if family.runs_on(arch) else set()
+            for config in chain(made, (each for each in chain(whole, split) if each not in made)):
                 worth_it = config.splits == 1 or config.splits * config.bk <= problem.k
                 if worth_it and family.tries(config, problem.signature) and self.check(config, problem, arch) is None:
                     yield config
@@ -401,6 +409,13 @@ class CuteBackend(Backend[Any]):
             if each.beside == family.config.family and each.worth_comparing(m, n, k, batch):
                 found = [*found, *((str(one), False) for one in _usable(each.config.family, signature, arch, True))]
         return found
+
+    def sized(self, signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) -> list[Any]:
+        family = self._first(signature, arch)
+        return [] if family is None else family.sized(signature, arch, m, n, k, batch)
+
+    def in_one_wave(self, config: Any, problem: Problem, arch: Arch) -> Any:
+        return FAMILIES[config.family].in_one_wave(config, problem, arch)
 
     def default(self, problem: Problem, arch: Arch) -> Any:
         from cutegemm.choice import heuristics

@@ -19,6 +19,23 @@ from cutegemm.problem.scales import SCALED, Recipe
 from cutegemm.problem.work import DENSE, RAGGED_K, RAGGED_N, TABLE
 
 
+def reads_a_matrix(program: Program) -> bool:
+    """Whether a program has a matrix operand."""
+    return any(given.m and given.n for given in program.inputs)
+
+
+def multiplies_alone(program: Program) -> bool:
+    """Whether D is the sum, times constants, numbers and vectors such as scales, and nothing else is done."""
+    powers: list[int] = []  # of the sum in each node
+    for node in program.nodes:
+        if node.op not in ("acc", "input", "const", "mul"):
+            return False
+        powers.append(sum(powers[place] for place in node.args) if node.op == "mul" else int(node.op == "acc"))
+    if len(program.outputs) != 1 or reads_a_matrix(program):
+        return False
+    return program.outputs[0].reduce is None and powers[program.outputs[0].node] == 1
+
+
 @lru_cache(maxsize=512)
 def scaled(program: Program, a: Input | None, b: Input | None) -> Program:
     """The program of scaled accumulators: with the inputs of A's and B's scales behind its own.

@@ -12,6 +12,7 @@ from cutegemm.choice.footprint import resident
 from cutegemm.cute import FAMILIES
 from cutegemm.cute.ampere import candidates as ampere_candidates
 from cutegemm.cute.hopper import candidates as hopper_candidates
+from cutegemm.cute.hopper import sized
 from cutegemm.cute.hopper.config import SWAPPED_TILES
 from cutegemm.cute.simt import registers as simt_registers
 from cutegemm.hardware import arch
@@ -80,6 +81,24 @@ def _odd_eights():
 @pytest.mark.product(keep=3)
 def test_swapped_tiles_with_odd_eights_of_columns_do_not_spill(text):
     assert not spilled(CUTE.build(SIGNATURES["sm90"], CUTE.parse(text), HOPPER).cubin)
+
+
+def _sized():
+    """Of each width of tiles made for the sizes, in each schedule and order of operands, what is valid."""
+    for kind in ("sm90", "sm90 rows"):
+        tiles = sized._tiles_of(SIGNATURES[kind], HOPPER)
+        step = sized.HALF_STEP if kind == "sm90" else sized.WHOLE_STEP
+        for bm, bn, swapped in product(sized.SCHEDULES, range(sized.NARROWEST, sized.WIDEST + 1, step), (False, True)):
+            for schedule in sized.SCHEDULES[bm]:
+                config = tiles.configuration((bm, bn, schedule, (1, 1), swapped))
+                if config is not None:
+                    yield kind, str(config)
+
+
+@pytest.mark.parametrize(("kind", "text"), list(_sized()))
+@pytest.mark.product(keep=3)
+def test_tiles_made_for_sizes_do_not_spill(kind, text):
+    assert not spilled(CUTE.build(SIGNATURES[kind], CUTE.parse(text), HOPPER).cubin)
 
 
 def _listed_registers():

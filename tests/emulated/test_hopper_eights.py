@@ -24,6 +24,7 @@ CONFIGS = {
     "192x104x64/coop3/c1x1/s3/serp2/swap": (210, 200),
     "128x120x64/pp/c1x1/s3/hilbert/swap": (250, 136),
     "64x136x64/coop1/c1x1/s3/row/swap/streamk": (280, 136),
+    "128x136x64/coop2/c1x2/s4/col/swap/pdl": (402, 136),
     "64x8x64/coop1/c1x1x4/s3/row/swap": (7, 136),
     "64x24x64/coop1/c1x2x2/s3/row/swap": (40, 200),
     "64x72x64/coop1/c1x1/s3/row/k3/swap": (70, 136),

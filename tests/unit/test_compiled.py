@@ -49,6 +49,12 @@ def test_machine_code_and_python_find_the_same_to_the_last_bit(m, n, k, batch, g
     for alone in some[:3]:
         assert Group([alone]).cheapest(m, n, k, batch, close) == (alone.seconds(m, n, k, batch), 0, 0)
     assert Group(some).cheapest(m, n, k, batch, close) == (*compare.cheapest(some, m, n, k, batch, close), 0)
+    least = min((one.seconds(m, n, k, batch) for one in some), default=0.0)
+    for beaten in (0.9 * least, 1.1 * least):
+        found = Group(some).cheapest(m, n, k, batch, close, beaten)
+        assert found == (*compare.cheapest(some, m, n, k, batch, close, beaten), 0)
+        assert (found[0] == beaten) == (found[1] is None)
+        assert close < 1 or not some or (found[1] is None) == (beaten <= least)
     # With K split, from a few candidates without.
     signature = Problem.of(64, 64, 64, majors=majors, **kind).signature
     candidates = heuristics._candidates("cute", signature, gpu, "off")

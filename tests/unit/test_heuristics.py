@@ -262,10 +262,19 @@ def close(found, least):
 @settings(max_examples=examples(60))
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 70000), st.sampled_from([1, 1, 3, 100]))
 def test_bounds_lose_no_candidate(m, n, k, batch):
-    """The choice is the cheapest of the candidates of the cell, splits worth trying included."""
+    """The choice is the cheapest of the candidates of the cell, splits worth trying included, or a tile made for the
+    sizes that is clearly cheaper."""
     problem = Problem.of(8 * m, 8 * n, 8 * k, "bf16", batch=batch)
     candidates = heuristics._candidates("cute", problem.signature, H200, "off")
-    assert close(candidates.cheapest(problem)[0], least_seconds(problem, *looked_at(candidates, problem)))
+    made = candidates._sized(problem.m, problem.n, problem.k, problem.batch)
+    seconds = least_seconds(problem, made, []) if made else float("inf")
+    listed, found = least_seconds(problem, *looked_at(candidates, problem)), candidates.cheapest(problem)
+    if found[1] in [dataclasses.replace(config, order=found[1].order) for _, config in made] and found[0] < listed:
+        assert close(found[0], seconds)
+        assert seconds < heuristics.SIZED_GAINS * listed / heuristics.CLOSE
+    else:
+        assert close(found[0], listed)
+        assert seconds >= heuristics.SIZED_GAINS * listed * heuristics.CLOSE
 
 
 def test_the_time_of_a_choice_is_told(capsys):
@@ -487,8 +496,12 @@ def test_another_backend_must_be_calibrated_and_clearly_faster(monkeypatch, tmp_
 
 
 def test_a_second_choice_of_a_signature_works_out_no_footprint(monkeypatch):
-    """Which took half as long as the choice itself."""
-    first, second = (Problem.of(1000, n, 520, "bf16") for n in (600, 1000))
-    assert heuristics.choose(first, H200, state="off")
+    """Which took half as long as the choice itself. Tiles made for other sizes have new ones."""
+    pairs = [[Problem.of(m, n, k, "bf16") for n, k in others] for m, others in (
+        (60, ((600, 520), (1000, 520))), (1000, ((600, 520), (600, 968))),
+    )]  # fmt: skip
+    for first, _ in pairs:
+        assert heuristics.choose(first, H200, state="off")
     monkeypatch.setattr(type(backend.get("cute")), "footprint", None)
-    assert heuristics.choose(second, H200, state="off")
+    for _, second in pairs:
+        assert heuristics.choose(second, H200, state="off")

@@ -229,8 +229,8 @@ def _own(signature: Signature) -> tuple[str, ...]:
         texts += _IN_GROUPS
     if signature.promotion is not None and signature.work in (DENSE, *ROWS, MASKED):
         texts += _HALF if signature.work == DENSE else _HALF_IN_GROUPS
-    forms = (_form(text, signature) for text in texts)
-    return tuple(dict.fromkeys(form for form in forms if form is not None))
+    forms = (form(text, signature) for text in texts)
+    return tuple(dict.fromkeys(each for each in forms if each is not None))
 
 
 @functools.lru_cache(maxsize=64)
@@ -240,7 +240,7 @@ def _of_layers(signature: Signature) -> tuple[str, ...]:
     if signature.promotion is None:
         return ()
     texts = (*_LAYERS, *(_GATED_LAYERS if signature.epilogue.gating else ()))
-    return tuple(form for form in (_form(text, signature) for text in texts) if form is not None)
+    return tuple(each for each in (form(text, signature) for text in texts) if each is not None)
 
 
 @functools.lru_cache(maxsize=64)
@@ -251,8 +251,8 @@ def _in_cells(signature: Signature) -> dict[str, str]:
     promoted, gating = signature.promotion is not None, signature.epilogue.gating
     if (promoted and signature.work != DENSE) or (gating and not (promoted and is_divided(signature))):
         return {}
-    forms = ((text, _form(shortlists.of_width(text, 1, wide=True), signature)) for text in shortlists.configurations())
-    return {text: form for text, form in forms if form is not None}
+    forms = ((text, form(shortlists.of_width(text, 1, wide=True), signature)) for text in shortlists.configurations())
+    return {text: served for text, served in forms if served is not None}
 
 
 @functools.lru_cache(maxsize=64)
@@ -265,7 +265,7 @@ def _poor_with_blocks(signature: Signature) -> frozenset[str]:
     return frozenset(text for text in listed(signature) if text not in own and _is_poor_with_blocks(text, dense))
 
 
-def _form(text: str, signature: Signature) -> str | None:
+def form(text: str, signature: Signature) -> str | None:
     """What serves a signature: the configuration, or with twin sums; None if neither does."""
     config = HopperConfig.parse(text)
     if signature.work != DENSE and config.parts > 1:  # whose CTAs sum all of K

@@ -229,10 +229,10 @@ def _fitting(signature: Signature) -> Mapping[str, str]:
 
 def _with_room(text: str, signature: Signature) -> str:
     config = HopperConfig.parse(text)
-    return str(replace(config, stages=min(config.stages, max(_most_stages(config, signature), 2))))
+    return str(replace(config, stages=min(config.stages, max(most_stages(config, signature), 2))))
 
 
-def _most_stages(config: HopperConfig, signature: Signature) -> int:
+def most_stages(config: HopperConfig, signature: Signature) -> int:
     """How many stages, each with its scales of blocks of K, fit into shared memory beside the epilogue's buffers."""
     room = WHOLE_RING_BYTES - config.epilogue_bytes(signature)
     stage = config.stage_bytes(signature) + promotion.shared_bytes(config, signature) // config.stages
@@ -283,7 +283,7 @@ def for_constant(config: HopperConfig, problem: Problem, arch: Arch) -> HopperCo
     if works(found, problem) > resident_clusters(arch, found.cluster_ctas):
         return found
     k_tiles = -(-problem.k // (found.bk * found.parts))
-    for stages in range(min(_most_stages(found, signature), k_tiles), found.stages, -1):
+    for stages in range(min(most_stages(found, signature), k_tiles), found.stages, -1):
         deeper = replace(found, stages=stages)
         if deeper.smem_bytes(signature) <= arch.smem_per_cta:
             return deeper

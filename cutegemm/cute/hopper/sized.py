@@ -1,0 +1,134 @@
+"""What follows from the sizes of one product: candidates whose tiles fill the SMs once or twice, and their order.
+
+A tile of fixed size leaves SMs idle in the last wave. Here the columns of a tile follow from the sizes instead: the
+fewest, in steps of 8 or 16, with which the tiles need no more than so many waves. cuBLAS takes such tiles for hundreds
+of rows: 128x136 for 402x4608x4096, 192x176 for 1203x3456x2560 (the kernels' names in torch's profiler, CUDA 13.0).
+
+The order of tiles that are all computed at once decides which SMs ask for the same lines at about the same time, and
+the hardware joins such requests on their way to the L2 cache. 1024x1024x4096 by tiles of 64x128 in clusters of 1x2 took
+14.4 us column by column on an H200, 15.7 in bands of eight rows and 18.8 row by row. `in_one_wave` takes the order that
+was fastest for a cluster (docs/learning.md#tiles-made-for-the-sizes).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+from cutegemm.cute.hopper import byte_candidates, candidates
+from cutegemm.cute.hopper.config import HopperConfig
+from cutegemm.cute.hopper.work_count import works
+from cutegemm.hardware.residency import resident_clusters
+from cutegemm.problem import ITEMSIZE, scaling
+from cutegemm.problem.work import DENSE
+
+if TYPE_CHECKING:
+    from cutegemm.hardware.arch import Arch
+    from cutegemm.problem import Problem, Signature
+
+LEAST_ROWS = 64
+"""Products with no more rows or columns than this have none: there K is divided, and tiles are narrow."""
+WAVES = (1, 2)
+CLUSTERS = ((1, 1), (2, 1), (1, 2))
+SCHEDULES = {64: ("coop1",), 128: ("coop2", "pp"), 192: ("coop3", "pp"), 256: ("coop2",)}
+"""By BM. Ping-pong, whose warpgroups have a tile each, needs more than one wave."""
+NARROWEST, WIDEST = 32, 256
+"""Columns of a tile."""
+WHOLE_STEP, HALF_STEP = 16, 8
+"""Of its columns; the second for 16 bits with swapped operands (`validity.odd_eights`)."""
+MOST_STAGES = 12
+ORDER = "serp8"
+"""Of all candidates that are not made for one wave."""
+SWAPPED_ORDERS = {(2, 1): "row", (4, 1): "row", (1, 2): "col", (1, 4): "col", (2, 2): "col"}
+"""By cluster, as far as one was faster in the mean; without swapped operands all were fastest column by column."""
+MOST = 1.2
+"""Clocks of an SM, over those of the candidate that takes fewest: others are not compared. At the 286 products of
+fsm90-21 the fastest of those left takes 1.0001 of the time of the fastest, and a choice half as long as with all."""
+MULTIPLIED, LOADED = 32, 0.5
+"""Of a k step of 128 bytes, in a clock of an SM: elements of a tile that tensor cores multiply (4096 flop in 16 bits,
+NVIDIA H100 white paper), and rows of A and B that come from the L2 cache (64 bytes)."""
+
+_Tile = tuple[int, int, str, tuple[int, int], bool]
+"""BM, BN, schedule, cluster, and whether operands are swapped."""
+
+
+def sized(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) -> list[HopperConfig]:
+    """The candidates for these sizes beside the listed ones; none for products with which none were timed: groups,
+    operands of four bytes, sums of one byte that are not promoted, a C, and programs that do more than multiply the
+    sum. With scales of blocks the fastest of them gained 0.2 % at 45 shapes, so there are none either.
+    """
+    tiles = _tiles_of(signature, arch)
+    if tiles is None or min(m, n) <= LEAST_ROWS or batch == 0:
+        return []
+    found = list(tiles.filling(m, n, batch))
+    most = MOST * min((clocks for clocks, _ in found), default=0)
+    made = (tiles.configuration(tile) for clocks, tile in found if clocks <= most)
+    return [config for config in dict.fromkeys(made) if config is not None]
+
+
+def in_one_wave(config: HopperConfig, problem: Problem, arch: Arch) -> HopperConfig:
+    """A candidate in the tile order that is faster for it where all tiles of a product are computed at once."""
+    order = SWAPPED_ORDERS.get(config.cluster) if config.swapped else "col"
+    timed = _tiles_of(problem.signature, arch) is not None and min(problem.m, problem.n) > LEAST_ROWS
+    if order is None or not timed or config.order != ORDER or config.parts > 1 or config.stream_k:
+        return config
+    is_one = works(config, problem) <= resident_clusters(arch, config.cluster_ctas)
+    return replace(config, order=order) if is_one else config
+
+
+class _Tiles:
+    """The tiles that may be taken for products of a signature on a GPU."""
+
+    def __init__(self, signature: Signature, arch: Arch) -> None:
+        self._signature, self._arch, self._itemsize = signature, arch, ITEMSIZE[signature.dtype]
+        self._made: dict[_Tile, HopperConfig | None] = {}
+        places = {cluster: resident_clusters(arch, cluster[0] * cluster[1]) for cluster in CLUSTERS}
+        self._kinds = [
+            (bm, waves, waves * places[cluster], cluster, schedule)
+            for bm, waves, cluster in product(SCHEDULES, WAVES, CLUSTERS)
+            for schedule in SCHEDULES[bm][: 1 if waves == 1 else None]
+        ]
+
+    def filling(self, m: int, n: int, batch: int) -> Iterator[tuple[float, _Tile]]:
+        """Tiles of which so many fill the SMs, each with the clocks that an SM takes at least for a k step of all."""
+        for swapped, (rows, columns) in enumerate(((m, n), (n, m))):
+            step = HALF_STEP if swapped and self._itemsize == 2 else WHOLE_STEP
+            for bm, waves, clusters, cluster, schedule in self._kinds:
+                down = -(-rows // (bm * cluster[0])) * batch
+                if (across := clusters // down * cluster[1]) == 0:
+                    continue
+                bn = -(-columns // (across * step)) * step
+                if NARROWEST <= bn <= WIDEST:
+                    clocks = waves * max(bm * bn / MULTIPLIED, (bm + bn) / LOADED)
+                    yield clocks, (bm, bn, schedule, cluster, bool(swapped))
+
+    def configuration(self, tile: _Tile) -> HopperConfig | None:
+        """That of a tile, with a ring as deep as fits, if it is valid."""
+        if tile not in self._made:
+            self._made[tile] = self._configuration(*tile)
+        return self._made[tile]
+
+    def _configuration(
+        self, bm: int, bn: int, schedule: str, cluster: tuple[int, int], swapped: bool
+    ) -> HopperConfig | None:
+        options = (*(("swap",) if swapped else ()), *(("zig",) if bm == max(SCHEDULES) else ()), "pdl")
+        config = HopperConfig(bm, bn, 128 // self._itemsize, schedule, cluster, MOST_STAGES, ORDER, options)
+        config = replace(config, stages=min(candidates.most_stages(config, self._signature), MOST_STAGES))
+        text = str(config) if self._itemsize > 1 else byte_candidates.form(str(config), self._signature)
+        if text is None:
+            return None
+        config = HopperConfig.parse(text)
+        return config if config.why_invalid(self._signature, self._arch) is None else None
+
+
+@functools.lru_cache(maxsize=256)
+def _tiles_of(signature: Signature, arch: Arch) -> _Tiles | None:
+    epilogue = signature.epilogue
+    plain = epilogue.c_dtype is None and (epilogue.custom is None or scaling.multiplies_alone(epilogue.custom))
+    size, by_blocks = ITEMSIZE[signature.dtype], bool(epilogue.program.block_scales)
+    kind = size == 2 or (size == 1 and signature.promotion is not None and not by_blocks)
+    kind = kind and signature.parts is None
+    return _Tiles(signature, arch) if plain and kind and signature.work == DENSE else None

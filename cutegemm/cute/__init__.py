@@ -373,16 +373,19 @@ class CuteBackend(Backend[Any]):
         return config.wm * config.wn // 32 if own is None else own
 
     def configs(self, problem: Problem, arch: Arch) -> Iterator[Any]:
-        """Every valid configuration of the automatic families that the tuner tries; splits of K only where each has
-        steps to do.
+        """Every valid configuration of the automatic families that the tuner tries, also in the order that a choice
+        takes in one wave; splits of K only where each has steps to do.
         """
         for family in self._automatic(problem.signature):
             whole, split = family.config.space(ITEMSIZE[problem.dtype]), family.config.split_space(problem, arch)
-            made = set(family.sized(problem.signature, arch, *problem.evened)) if family.runs_on(arch) else set()
+            sized = family.sized(problem.signature, arch, *problem.evened) if family.runs_on(arch) else []
+            made = dict.fromkeys(sized)
             for config in chain(made, (each for each in chain(whole, split) if each not in made)):
                 worth_it = config.splits == 1 or config.splits * config.bk <= problem.k
                 if worth_it and family.tries(config, problem.signature) and self.check(config, problem, arch) is None:
                     yield config
+                    if (other := family.in_one_wave(config, problem, arch)) != config:
+                        yield other
 
     def candidates(self, signature: Signature, arch: Arch) -> list[tuple[Any, tuple[int, ...]]]:
         """(configuration, splits that it may also have) of the few that the heuristic may take: those of the first

@@ -113,6 +113,14 @@ def test_the_tuner_and_the_choice_know_them_and_list_each_once():
         assert {str(config) for config in made(problem)} <= set(texts)
 
 
+def test_the_tuner_tries_the_orders_that_a_choice_takes():
+    problem = Problem.of(402, 4608, 4096, "bf16")
+    listed = list(CUTE.configs(problem, H200))
+    texts, taken = {*map(str, listed)}, [CUTE.in_one_wave(config, problem, H200) for config in listed]
+    assert {*map(str, taken)} <= texts
+    assert sum("/col/" in str(config) for config in taken) > 100
+
+
 def test_a_choice_takes_one_where_the_model_likes_it_best():
     problem = Problem.of(1203, 3456, 2560, "bf16")
     _, config, why = heuristics.choose(problem, H200, "cute")

@@ -63,10 +63,10 @@ def sized(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) 
     tiles = _tiles_of(signature, arch)
     if tiles is None or min(m, n) <= LEAST_ROWS or batch == 0:
         return []
-    found = list(tiles.filling(m, n, batch))
-    most = MOST * min((clocks for clocks, _ in found), default=0)
-    made = (tiles.configuration(tile) for clocks, tile in found if clocks <= most)
-    return [config for config in dict.fromkeys(made) if config is not None]
+    found = {tile: clocks for clocks, tile in tiles.filling(m, n, batch)}
+    most = MOST * min(found.values(), default=0)
+    made = (tiles.configuration(tile) for tile, clocks in found.items() if clocks <= most)
+    return [config for config in made if config is not None]
 
 
 def in_one_wave(config: HopperConfig, problem: Problem, arch: Arch) -> HopperConfig:
@@ -85,25 +85,27 @@ class _Tiles:
     def __init__(self, signature: Signature, arch: Arch) -> None:
         self._signature, self._arch, self._itemsize = signature, arch, ITEMSIZE[signature.dtype]
         self._made: dict[_Tile, HopperConfig | None] = {}
-        places = {cluster: resident_clusters(arch, cluster[0] * cluster[1]) for cluster in CLUSTERS}
         self._kinds = [
-            (bm, waves, waves * places[cluster], cluster, schedule)
-            for bm, waves, cluster in product(SCHEDULES, WAVES, CLUSTERS)
-            for schedule in SCHEDULES[bm][: 1 if waves == 1 else None]
+            (bm, bm * down, across, resident_clusters(arch, down * across), (down, across))
+            for bm, (down, across) in product(SCHEDULES, CLUSTERS)
         ]
 
     def filling(self, m: int, n: int, batch: int) -> Iterator[tuple[float, _Tile]]:
         """Tiles of which so many fill the SMs, each with the clocks that an SM takes at least for a k step of all."""
-        for swapped, (rows, columns) in enumerate(((m, n), (n, m))):
+        for swapped, rows, columns in ((False, m, n), (True, n, m)):
             step = HALF_STEP if swapped and self._itemsize == 2 else WHOLE_STEP
-            for bm, waves, clusters, cluster, schedule in self._kinds:
-                down = -(-rows // (bm * cluster[0])) * batch
-                if (across := clusters // down * cluster[1]) == 0:
-                    continue
-                bn = -(-columns // (across * step)) * step
-                if NARROWEST <= bn <= WIDEST:
+            for bm, rows_down, clusters_across, places, cluster in self._kinds:
+                clusters_down = -(-rows // rows_down) * batch
+                for waves in WAVES:
+                    across = waves * places // clusters_down * clusters_across
+                    if across * WIDEST < columns:
+                        continue
+                    bn = -(-columns // (across * step)) * step
+                    if bn < NARROWEST:
+                        continue
                     clocks = waves * max(bm * bn / MULTIPLIED, (bm + bn) / LOADED)
-                    yield clocks, (bm, bn, schedule, cluster, bool(swapped))
+                    for schedule in SCHEDULES[bm] if waves > 1 else SCHEDULES[bm][:1]:
+                        yield clocks, (bm, bn, schedule, cluster, swapped)
 
     def configuration(self, tile: _Tile) -> HopperConfig | None:
         """That of a tile, with a ring as deep as fits, if it is valid."""

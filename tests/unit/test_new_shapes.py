@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import re
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -295,6 +298,36 @@ def test_a_signature_goes_to_another_process_without_what_is_remembered_of_it():
     assert done.stdout.decode().split(" ", 1) == ["1", f"{signature}\n"]
 
 
-def test_a_new_shape_costs_far_less_than_reading_files(built):
-    took = host_cost.new_shapes(12, 12, "H200")
-    assert took[len(took) // 2] < 700  # about 280 on two quiet cores; it was 800 to 1100
+def test_a_new_shape_reads_no_file(built):
+    """Which took 800 to 1100 us. What a new shape takes otherwise is told by `tuning.host_cost --new-shapes`: it is no
+    bound for a test, because a busy machine takes three times as long."""
+    assert len(host_cost.new_shapes(12, 2, "H200")) == 12  # reads what is not read yet
+    with opened() as files:
+        took = host_cost.new_shapes(12, 2, "H200")
+    assert files == []
+    assert took == sorted(took)
+    assert took[0] > 0
+    with opened() as files:
+        Path(__file__).read_text()
+    assert files == [__file__]
+
+
+def _watch(event, given):
+    if event in {"open", "sqlite3.connect"} and threading.current_thread() is threading.main_thread():
+        watching[-1].append(str(given[0]))
+
+
+@contextlib.contextmanager
+def opened():
+    """The files and stores that this thread opens meanwhile."""
+    watching.append(files := [])
+    if len(watching) == 1:
+        sys.addaudithook(_watch)
+    try:
+        yield files
+    finally:
+        watching.append([])
+
+
+watching: list[list[str]] = []
+"""An audit hook cannot be taken back: there is one, and the last of these gets what it sees."""

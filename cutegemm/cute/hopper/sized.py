@@ -5,9 +5,9 @@ fewest, in steps of 8 or 16, with which the tiles need no more than so many wave
 of rows: 128x136 for 402x4608x4096, 192x176 for 1203x3456x2560 (the kernels' names in torch's profiler, CUDA 13.0).
 
 The order of tiles that are all computed at once decides which SMs ask for the same lines at about the same time, and
-the hardware joins such requests on their way to the L2 cache. 1024x1024x4096 by tiles of 64x128 in clusters of 1x2 took
-14.4 us column by column on an H200, 15.7 in bands of eight rows and 18.8 row by row. `in_one_wave` takes the order that
-was fastest for a cluster (docs/learning.md#tiles-made-for-the-sizes).
+it seems that such requests are joined on their way to the L2 cache. 1024x1024x4096 by tiles of 64x128 in clusters of
+1x2 took 14.4 us column by column on an H200, 15.7 in bands of eight rows and 18.8 row by row. `in_one_wave` takes the
+order that was fastest for a cluster (docs/learning.md#tiles-made-for-the-sizes).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ ORDER = "serp8"
 SWAPPED_ORDERS = {(2, 1): "row", (4, 1): "row", (1, 2): "col", (1, 4): "col", (2, 2): "col"}
 """By cluster, as far as one was faster in the mean; without swapped operands all were fastest column by column."""
 MOST = 1.2
-"""Clocks of an SM, over those of the candidate that takes fewest: others are not compared. At the 286 products of
-fsm90-21 the fastest of those left takes 1.0001 of the time of the fastest, and a choice half as long as with all."""
+"""Clocks of an SM, over those of the candidate that takes fewest: others are not compared. At 258 products of
+fsm90-21 the fastest of those left takes 1.0001 of the time of the fastest of all, and they are a third as many."""
 MULTIPLIED, LOADED = 32, 0.5
 """Of a k step of 128 bytes, in a clock of an SM: elements of a tile that tensor cores multiply (4096 flop in 16 bits,
 NVIDIA H100 white paper), and rows of A and B that come from the L2 cache (64 bytes)."""

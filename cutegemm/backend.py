@@ -168,13 +168,15 @@ class Backend(ABC, Generic[C]):
         return ()
 
     def sized(self, signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) -> Iterable[C]:
-        """Configurations made for these very sizes, which the heuristic compares besides: all are valid whatever the
-        sizes.
+        """Configurations made for these very sizes, which the heuristic compares beside the shortlist. All are valid
+        whatever the sizes.
         """
         return ()
 
     def in_one_wave(self, config: C, problem: Problem, arch: Arch) -> C:
-        """A candidate that was chosen, in another order of tiles where that is known to be faster for the problem."""
+        """The candidate, in another order of tiles where one wave computes all tiles of the problem and that order is
+        known to be faster.
+        """
         return config
 
     def only_by_name(self, config: C) -> str | None:

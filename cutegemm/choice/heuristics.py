@@ -188,7 +188,7 @@ class Candidates:
         return self._made[text]
 
     def _entry_of(self, config: Any) -> tuple[Model, Any]:
-        """The same of a candidate made for some sizes, which is kept for others that it fits too."""
+        """A candidate made for some sizes with its model, which is kept, since it fits other sizes too."""
         if config not in self._made_sized:
             self._made_sized[config] = self._modelled_one(config)
         return self._made_sized[config]
@@ -242,8 +242,10 @@ class Candidates:
         """(seconds, configuration) of what the model likes best; (inf, None) without candidates."""
         seconds, listed = self._listed_best(m, n, k, batch)
         entries = self._sized(m, n, k, batch)
+        if not entries:
+            return seconds, listed
         models, limit = [cost for cost, _ in entries], seconds * SIZED_GAINS
-        found = Group(models).cheapest(m, n, k, batch, CLOSE, limit) if models else (limit, None)
+        found = Group(models).cheapest(m, n, k, batch, CLOSE, limit)
         taken, place, *_ = found or cheapest(models, m, n, k, batch, CLOSE, limit)
         return (seconds, listed) if place is None else (taken, entries[place][1])
 
@@ -302,7 +304,7 @@ class Candidates:
         sizes = problem.evened
         for seconds, number in sorted((cost.seconds(*sizes), number) for number, (cost, _) in enumerate(entries)):
             if self.backend.check(entries[number][1], problem, self._arch) is None:
-                yield seconds, entries[number][1], ""
+                yield seconds, self.backend.in_one_wave(entries[number][1], problem, self._arch), ""
 
     def _corrected(self, m: int, n: int, k: int, seconds: float, chosen: Any) -> tuple[float, Any, str]:
         """The cheapest candidate after winners of nearby shapes were made cheaper by the model's error there."""

@@ -373,13 +373,12 @@ class CuteBackend(Backend[Any]):
         return config.wm * config.wn // 32 if own is None else own
 
     def configs(self, problem: Problem, arch: Arch) -> Iterator[Any]:
-        """Every valid configuration of the automatic families that the tuner tries, also in the order that a choice
-        takes in one wave; splits of K only where each has steps to do.
+        """Every valid configuration of the automatic families that the tuner tries, each also in the order of tiles
+        that a choice takes in one wave; splits of K only where each has steps to do.
         """
         for family in self._automatic(problem.signature):
             whole, split = family.config.space(ITEMSIZE[problem.dtype]), family.config.split_space(problem, arch)
-            sized = family.sized(problem.signature, arch, *problem.evened) if family.runs_on(arch) else []
-            made = dict.fromkeys(sized)
+            made = dict.fromkeys(family.sized(problem.signature, arch, *problem.evened) if family.runs_on(arch) else ())
             for config in chain(made, (each for each in chain(whole, split) if each not in made)):
                 worth_it = config.splits == 1 or config.splits * config.bk <= problem.k
                 if worth_it and family.tries(config, problem.signature) and self.check(config, problem, arch) is None:

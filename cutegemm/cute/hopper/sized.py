@@ -41,8 +41,8 @@ WHOLE_STEP, HALF_STEP = 16, 8
 """Of its columns; the second for 16 bits with swapped operands (`validity.odd_eights`)."""
 MOST_STAGES = 12
 ORDER = "serp8"
-"""Of all candidates that are not made for one wave."""
-SWAPPED_ORDERS = {(2, 1): "row", (4, 1): "row", (1, 2): "col", (1, 4): "col", (2, 2): "col"}
+"""That candidates are made with; `in_one_wave` may change it."""
+SWAPPED_ORDERS = {(2, 1): "serp2", (4, 1): "serp2", (1, 2): "col", (1, 4): "col", (2, 2): "col"}
 """By cluster, as far as one was faster in the mean; without swapped operands all were fastest column by column."""
 MOST = 1.2
 """Clocks of an SM, over those of the candidate that takes fewest: others are not compared. At 258 products of
@@ -56,9 +56,11 @@ _Tile = tuple[int, int, str, tuple[int, int], bool]
 
 
 def sized(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) -> list[HopperConfig]:
-    """The candidates for these sizes beside the listed ones; none for products with which none were timed: groups,
-    operands of four bytes, sums of one byte that are not promoted, a C, and programs that do more than multiply the
-    sum. With scales of blocks the fastest of them gained 0.2 % at 45 shapes, so there are none either.
+    """The candidates for these sizes beside the listed ones.
+
+    There are some for dense products of 16-bit operands, and of fp8 with promoted sums, whose epilogue has no C and no
+    program but scales. Others were not timed with such tiles. With scales of blocks the fastest of them gained 0.2 % at
+    45 shapes, so these products have none.
     """
     tiles = _tiles_of(signature, arch)
     if tiles is None or min(m, n) <= LEAST_ROWS or batch == 0:
@@ -91,13 +93,15 @@ class _Tiles:
         ]
 
     def filling(self, m: int, n: int, batch: int) -> Iterator[tuple[float, _Tile]]:
-        """Tiles of which so many fill the SMs, each with the clocks that an SM takes at least for a k step of all."""
+        """(clocks, tile) of each tile whose columns are the fewest that need one or two waves. Clocks: the least that
+        an SM takes for one k step of all its tiles.
+        """
         for swapped, rows, columns in ((False, m, n), (True, n, m)):
             step = HALF_STEP if swapped and self._itemsize == 2 else WHOLE_STEP
-            for bm, rows_down, clusters_across, places, cluster in self._kinds:
+            for bm, rows_down, ctas_across, places, cluster in self._kinds:
                 clusters_down = -(-rows // rows_down) * batch
                 for waves in WAVES:
-                    across = waves * places // clusters_down * clusters_across
+                    across = waves * places // clusters_down * ctas_across
                     if across * WIDEST < columns:
                         continue
                     bn = -(-columns // (across * step)) * step

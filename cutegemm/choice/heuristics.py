@@ -175,30 +175,24 @@ class Candidates:
         self.backend, self._signature, self._arch = backend, signature, arch
         listed = backend.candidates(signature, arch)
         self._listed = {str(config): (config, splits) for config, splits in listed}
-        self._made: dict[str, tuple[Model, Any]] = {}
-        self._made_sized: dict[Any, tuple[Model, Any]] = {}
+        self._made: dict[Any, tuple[Model, Any]] = {}
         self._made_split: dict[str, SplitCandidates] = {}
         self._shortlists: dict[tuple[int, int, int, int], Shortlist] = {}
         self.learn(neighbours.winners_of(signature, arch, backend.name) if known is None else known)
 
     def _entry(self, text: str) -> tuple[Model, Any]:
-        """A candidate with its model, made when first wanted: a shortlist has a few of some hundred."""
-        if text not in self._made:
-            self._made[text] = self._modelled_one(self._listed[text][0])
-        return self._made[text]
+        """A listed candidate with its model."""
+        return self._entry_of(self._listed[text][0])
 
     def _entry_of(self, config: Any) -> tuple[Model, Any]:
-        """A candidate made for some sizes with its model, which is kept, since it fits other sizes too."""
-        if config not in self._made_sized:
-            self._made_sized[config] = self._modelled_one(config)
-        return self._made_sized[config]
-
-    def _modelled_one(self, config: Any) -> tuple[Model, Any]:
-        shape = self.backend.footprint(config, self._signature, self._arch)
-        return Model(shape, self._signature, self._arch), config
+        """A candidate with its model, which is made when first wanted: a choice compares a few of some hundred."""
+        if config not in self._made:
+            shape = self.backend.footprint(config, self._signature, self._arch)
+            self._made[config] = Model(shape, self._signature, self._arch), config
+        return self._made[config]
 
     def _split(self, text: str) -> SplitCandidates:
-        """A candidate that may have K split, likewise."""
+        """A listed candidate that may have K split, made when first wanted."""
         if text not in self._made_split:
             config, numbers = self._listed[text]
             # With splits of K a kernel may have other registers, and an SM another number of its CTAs.
@@ -255,7 +249,7 @@ class Candidates:
         return [self._entry_of(config) for config in configs]
 
     def _listed_best(self, m: int, n: int, k: int, batch: int) -> tuple[float, Any]:
-        """The same of the shortlist."""
+        """(seconds, configuration) of the best of the shortlist; (inf, None) without any."""
         bucket = _bucket(m, n, k, batch)
         entries, group, splits = self._shortlists.get(bucket) or self._shortlist(bucket)
         found = group.cheapest(m, n, k, batch, CLOSE)

@@ -65,9 +65,7 @@ _SPLITTING = ("operand_parts.py", "splitter.py")
 """The same for families that split operands into parts."""
 _QUANTIZING = ("quantize/scale.py", "../problem/quantization.py", "../problem/program/quantized.py")
 """The same for families that quantize results."""
-_CHOICE_SOURCES = frozenset(
-    ("byte_candidates.py", "candidates.py", "shortlists.py", "sized.py", "footprint.py", "registers.py")
-)
+_CHOICE_SOURCES = {"byte_candidates.py", "candidates.py", "footprint.py", "registers.py", "shortlists.py", "sized.py"}
 """Files of a family's folder that decide which of its kernels is taken, not what it does."""
 
 
@@ -91,7 +89,7 @@ def _always(config: Any, *about: Any) -> bool:
     return True
 
 
-def _all(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) -> list[Any]:
+def _none_named(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) -> list[Any]:
     return []
 
 
@@ -131,8 +129,8 @@ class Family:
     sources: tuple[str, ...]
     works: tuple[str, ...] = (work.DENSE,)
     splits: Callable[[str, Signature], tuple[int, ...]] = _no_splits
-    shortlist: Callable[[Signature, Arch, int, int, int, int], list[tuple[str, bool]]] = _all
-    sized: Callable[[Signature, Arch, int, int, int, int], list[Any]] = _all
+    shortlist: Callable[[Signature, Arch, int, int, int, int], list[tuple[str, bool]]] = _none_named
+    sized: Callable[[Signature, Arch, int, int, int, int], list[Any]] = _none_named
     in_one_wave: Callable[[Any, Problem, Arch], Any] = _same
     tries: Callable[[Any, Signature], bool] = _always
     stores_alike: Callable[[Any, Problem, Problem], bool] = _always
@@ -378,13 +376,11 @@ class CuteBackend(Backend[Any]):
         """
         for family in self._automatic(problem.signature):
             whole, split = family.config.space(ITEMSIZE[problem.dtype]), family.config.split_space(problem, arch)
-            made = dict.fromkeys(family.sized(problem.signature, arch, *problem.evened) if family.runs_on(arch) else ())
+            made = family.sized(problem.signature, arch, *problem.evened) if family.runs_on(arch) else []
             for config in chain(made, (each for each in chain(whole, split) if each not in made)):
                 worth_it = config.splits == 1 or config.splits * config.bk <= problem.k
                 if worth_it and family.tries(config, problem.signature) and self.check(config, problem, arch) is None:
-                    yield config
-                    if (other := family.in_one_wave(config, problem, arch)) != config:
-                        yield other
+                    yield from dict.fromkeys((config, family.in_one_wave(config, problem, arch)))
 
     def candidates(self, signature: Signature, arch: Arch) -> list[tuple[Any, tuple[int, ...]]]:
         """(configuration, splits that it may also have) of the few that the heuristic may take: those of the first

@@ -9,6 +9,8 @@ import re
 import statistics
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cutegemm import backend
 from cutegemm.choice import heuristics
@@ -278,3 +280,26 @@ def test_the_table():
     assert split == {text for text in texts if hopper_candidates.splits(text, SIGNATURE)}
     assert [shortlists.cell_of(*sizes) for sizes in ((0, 16, 17), (32, 33, 10**6))] == [(4, 4, 5), (5, 6, 15)]
     assert shortlists.TABLE.stat().st_size < 600_000
+
+
+def close(found, least):
+    """Whether a choice is the cheapest, but for what `CLOSE` lets pass."""
+    return least <= found <= least / heuristics.CLOSE
+
+
+@settings(max_examples=examples(60))
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 70000), st.sampled_from([1, 1, 3, 100]))
+def test_bounds_lose_no_candidate(m, n, k, batch):
+    """The choice is the cheapest of the candidates of the cell, splits worth trying included, or a tile made for the
+    sizes that is clearly cheaper."""
+    problem = Problem.of(8 * m, 8 * n, 8 * k, "bf16", batch=batch)
+    candidates = heuristics._candidates("cute", problem.signature, H200, "off")
+    made = candidates._sized(problem.m, problem.n, problem.k, problem.batch)
+    seconds = least_seconds(problem, made, []) if made else float("inf")
+    listed, found = least_seconds(problem, *looked_at(candidates, problem)), candidates.cheapest(problem)
+    if found[1] in [dataclasses.replace(config, order=found[1].order) for _, config in made] and found[0] < listed:
+        assert close(found[0], seconds)
+        assert seconds < heuristics.SIZED_GAINS * listed / heuristics.CLOSE
+    else:
+        assert close(found[0], listed)
+        assert seconds >= heuristics.SIZED_GAINS * listed * heuristics.CLOSE

@@ -32,7 +32,6 @@ from cutegemm.winners import Measurement, neighbours
 from cutegemm.winners import table as winners_table
 from cutegemm.winners.fingerprint import fingerprint
 from legacy_cuda import footprint as legacy_footprint
-from tests.choices import least_seconds, looked_at
 from tests.examples import examples
 from tuning import host_cost, suites
 
@@ -252,29 +251,6 @@ def test_no_more_clusters_count_than_the_gpu_holds():
     fours, eights = model("sm90/128x128x64/coop2/c2x2/s6/row"), model("sm90/128x128x64/coop2/c2x2x2/s7/row")
     assert [fours.terms(256 * tiles, 256, 512, 1).rounds for tiles in (30, 31)] == [1, 2]
     assert [eights.terms(256 * tiles, 256, 512, 1).rounds for tiles in (15, 16)] == [1, 2]
-
-
-def close(found, least):
-    """Whether a choice is the cheapest, but for what `CLOSE` lets pass."""
-    return least <= found <= least / heuristics.CLOSE
-
-
-@settings(max_examples=examples(60))
-@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 70000), st.sampled_from([1, 1, 3, 100]))
-def test_bounds_lose_no_candidate(m, n, k, batch):
-    """The choice is the cheapest of the candidates of the cell, splits worth trying included, or a tile made for the
-    sizes that is clearly cheaper."""
-    problem = Problem.of(8 * m, 8 * n, 8 * k, "bf16", batch=batch)
-    candidates = heuristics._candidates("cute", problem.signature, H200, "off")
-    made = candidates._sized(problem.m, problem.n, problem.k, problem.batch)
-    seconds = least_seconds(problem, made, []) if made else float("inf")
-    listed, found = least_seconds(problem, *looked_at(candidates, problem)), candidates.cheapest(problem)
-    if found[1] in [dataclasses.replace(config, order=found[1].order) for _, config in made] and found[0] < listed:
-        assert close(found[0], seconds)
-        assert seconds < heuristics.SIZED_GAINS * listed / heuristics.CLOSE
-    else:
-        assert close(found[0], listed)
-        assert seconds >= heuristics.SIZED_GAINS * listed * heuristics.CLOSE
 
 
 def test_the_time_of_a_choice_is_told(capsys):

@@ -66,7 +66,7 @@ def sized(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) 
     tiles = _tiles_of(signature, arch)
     if tiles is None or min(m, n) <= LEAST_ROWS or batch == 0:
         return []
-    found = {tile: clocks for clocks, tile in tiles.filling(m, n, batch)}
+    found = dict(tiles.filling(m, n, batch))
     most = MOST * min(found.values(), default=0)
     made = (tiles.configuration(tile) for tile, clocks in found.items() if clocks <= most)
     return [config for config in made if config is not None]
@@ -93,8 +93,8 @@ class _Tiles:
             for bm, (down, across) in product(SCHEDULES, CLUSTERS)
         ]
 
-    def filling(self, m: int, n: int, batch: int) -> Iterator[tuple[float, _Tile]]:
-        """(clocks, tile) of each tile whose columns are the fewest that need one or two waves. Clocks: the least that
+    def filling(self, m: int, n: int, batch: int) -> Iterator[tuple[_Tile, float]]:
+        """(tile, clocks) of each tile whose columns are the fewest that need one or two waves. Clocks: the least that
         an SM takes for one k step of all its tiles.
         """
         for swapped, rows, columns in ((False, m, n), (True, n, m)):
@@ -110,7 +110,7 @@ class _Tiles:
                         continue
                     clocks = waves * max(bm * bn / MULTIPLIED, (bm + bn) / LOADED)
                     for schedule in SCHEDULES[bm] if waves > 1 else SCHEDULES[bm][:1]:
-                        yield clocks, (bm, bn, schedule, cluster, swapped)
+                        yield (bm, bn, schedule, cluster, swapped), clocks
 
     def configuration(self, tile: _Tile) -> HopperConfig | None:
         """That of a tile, with a ring as deep as fits, if it is valid."""

@@ -1,8 +1,8 @@
 """What follows from the sizes of one product: candidates whose tiles fill the SMs once or twice, and their order.
 
-A tile of fixed size leaves SMs idle in the last wave. Here the columns of a tile follow from the sizes instead: the
-fewest, in steps of 8 or 16, with which the tiles need no more than so many waves. cuBLAS takes such tiles for hundreds
-of rows: 128x136 for 402x4608x4096, 192x176 for 1203x3456x2560 (the kernels' names in torch's profiler, CUDA 13.0).
+A tile of fixed size leaves SMs idle in the last wave. Here the columns of a tile follow from the sizes instead: they
+are the fewest, in steps of 8 or 16, with which all tiles take one wave, or two. cuBLAS takes such tiles for hundreds of
+rows: 128x136 for 402x4608x4096, 192x176 for 1203x3456x2560 (the kernels' names in torch's profiler, CUDA 13.0).
 
 The order of tiles that are all computed at once decides which SMs ask for the same lines at about the same time, and
 it seems that such requests are joined on their way to the L2 cache. 1024x1024x4096 by tiles of 64x128 in clusters of

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 
 from cutegemm.choice.cost_model import TURNS, Model
 
+TOGETHER = 16
+"""Models that are estimated before a bound is compared again: trees correct as many launches at once."""
+
 
 def cheapest(
     models: Sequence[Model], m: int, n: int, k: int, batch: int, close: float = 1.0, beaten: float = math.inf
@@ -15,19 +18,23 @@ def cheapest(
     """(seconds, place) of the cheapest of several models of one signature; (beaten, None) where none is cheaper.
 
     Args:
-        close: a model whose bound is at least this share of the best estimate so far is not estimated.
+        close: a model whose bound is at least this share of the best estimate so far is not estimated. That of the best
+            is looked at again after every `TOGETHER` models.
         beaten: an estimate that the cheapest must be under.
     """
     # The most promising first: its time is under the bound of most others.
     straddling = models[0].straddling(m, n, k) if models else 0.0
     least = [model.bound(m, n, k, batch, straddling) for model in models]
     seconds, chosen = beaten, None
-    for place in sorted(range(len(least)), key=least.__getitem__):
-        if least[place] >= close * seconds:
-            break
-        taken = models[place].values(m, n, k, batch, seconds)[0]
-        if taken < seconds:
-            seconds, chosen = taken, place
+    ordered = sorted(range(len(least)), key=least.__getitem__)
+    for first in range(0, len(ordered), TOGETHER):
+        limit = seconds
+        for place in ordered[first : first + TOGETHER]:
+            if least[place] >= close * limit:
+                break
+            taken = models[place].values(m, n, k, batch, limit)[0]
+            if taken < seconds:
+                seconds, chosen = taken, place
     return seconds, chosen
 
 

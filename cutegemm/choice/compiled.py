@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from cutegemm.choice import cost_formula, cost_model, learned
-from cutegemm.choice.compare import splits_of
+from cutegemm.choice.compare import TOGETHER, splits_of
 from cutegemm.choice.cost_formula import fourth_mean, launch_seconds, tiles_along, tiles_seconds
 from cutegemm.choice.cost_model import FIELDS, TURNS, Model
 from cutegemm.errors import GemmError
@@ -78,13 +78,26 @@ static int splits_of(const double *model, const double *numbers, double m, doubl
   return count;
 }
 
+/* Seconds of each of up to TOGETHER candidates. `best`: as of `Model.values`. */
+static void estimate(const struct candidate *candidates, int count, double m, double n, double k, double batch,
+                     double best, double *seconds) {
+  struct launch launches[TOGETHER];
+  const double *models[TOGETHER];
+  double room[FIELDS];
+  for (int i = 0; i < count; ++i) {
+    noted = &launches[i], noted->place = 0, models[i] = candidates[i].model;
+    seconds[i] = values(divided(candidates[i], room), m, n, k, batch, best);
+  }
+  correct(launches, models, count, seconds);
+}
+
 /* As compare.cheapest, of the models of a list and those of another with K split. Returns the place of the cheapest
    in both lists, -1 without any. `results` has the seconds to beat, and gets those of the cheapest and its splits. */
 int cheapest(const double *const *models, int count, const double *const *split, const double *const *numbers,
              int split_count, double m, double n, double k, double batch, double close, double *results) {
-  struct candidate candidates[MOST];
+  struct candidate candidates[MOST], compared[TOGETHER];
   int places[MOST], all = 0, chosen = -1;
-  double least[MOST], room[FIELDS], found[TURNS], share = 0, seconds = results[0];
+  double least[MOST], room[FIELDS], found[TURNS], taken[TOGETHER], share = 0, seconds = results[0];
   for (int i = 0; i < count; ++i) candidates[all] = (struct candidate){models[i], 0}, places[all++] = i;
   for (int i = 0; i < split_count; ++i) {
     int many = splits_of(split[i], numbers[i], m, n, k, batch, found);
@@ -93,17 +106,33 @@ int cheapest(const double *const *models, int count, const double *const *split,
   }
   if (all) share = straddling(candidates[0].model, m, n, k);
   for (int i = 0; i < all; ++i) least[i] = bound(divided(candidates[i], room), m, n, k, batch, share);
-  for (;;) {
-    int next = -1;
-    for (int i = 0; i < all; ++i)
-      if (least[i] < close * seconds && (next < 0 || least[i] < least[next])) next = i;
-    if (next < 0) break;
-    least[next] = INFINITY;
-    double taken = values(divided(candidates[next], room), m, n, k, batch, seconds);
-    if (taken < seconds) seconds = taken, chosen = next;
+  for (int many = TOGETHER; many == TOGETHER;) {
+    int numbered[TOGETHER];
+    for (many = 0; many < TOGETHER; ++many) {
+      int next = -1;
+      for (int i = 0; i < all; ++i)
+        if (least[i] < close * seconds && (next < 0 || least[i] < least[next])) next = i;
+      if (next < 0) break;
+      least[next] = INFINITY, numbered[many] = next, compared[many] = candidates[next];
+    }
+    estimate(compared, many, m, n, k, batch, seconds, taken);
+    for (int i = 0; i < many; ++i)
+      if (taken[i] < seconds) seconds = taken[i], chosen = numbered[i];
   }
   results[0] = seconds, results[1] = chosen < 0 ? 0 : candidates[chosen].splits;
   return chosen < 0 ? -1 : places[chosen];
+}
+
+/* Estimates that are put off until there are TOGETHER of them; each is to be the least of its place in `found`. */
+struct waiting { struct candidate candidates[TOGETHER]; double *found[TOGETHER]; int count; };
+
+static double waited(struct waiting *all, double m, double n, double k, double batch, double far, double best) {
+  double taken[TOGETHER];
+  estimate(all->candidates, all->count, m, n, k, batch, far * best, taken);
+  for (int i = 0; i < all->count; ++i)
+    *all->found[i] = fmin(*all->found[i], taken[i]), best = fmin(best, taken[i]);
+  all->count = 0;
+  return best;
 }
 
 /* Fills `found` with the estimate of each model of both lists, those of the second with the best of their splits; what
@@ -112,26 +141,26 @@ void estimates(const double *const *models, int count, const double *const *spli
                int split_count, double m, double n, double k, double batch, double far, double *found) {
   double room[FIELDS], splits[TURNS], best = INFINITY, share = count + split_count ?
     straddling(count ? models[0] : split[0], m, n, k) : 0;
+  struct waiting all = {.count = 0};
   int first = 0;
   for (int i = 0; i < count; ++i) {
     found[i] = bound(models[i], m, n, k, batch, share);
     if (found[i] < found[first]) first = i;
   }
-  if (count) best = values(models[first], m, n, k, batch, INFINITY);
-  for (int i = 0; i < count; ++i) {
-    double taken = found[i] < far * best ? values(models[i], m, n, k, batch, far * best) : INFINITY;
-    found[i] = taken, best = fmin(best, taken);
-  }
-  for (int i = 0; i < split_count; ++i) {
-    int many = splits_of(split[i], numbers[i], m, n, k, batch, splits);
-    found[count + i] = INFINITY;
+  if (count) estimate(&(struct candidate){models[first], 0}, 1, m, n, k, batch, INFINITY, &best);
+  for (int i = 0; i < count + split_count; ++i) {
+    int whole = i < count, many = whole ? 1 : splits_of(split[i - count], numbers[i - count], m, n, k, batch, splits);
+    double least = whole ? found[i] : 0;
+    found[i] = INFINITY;
     for (int j = 0; j < many; ++j) {
-      const double *one = divided((struct candidate){split[i], splits[j]}, room);
-      if (bound(one, m, n, k, batch, share) >= far * best) continue;
-      double taken = values(one, m, n, k, batch, far * best);
-      found[count + i] = fmin(found[count + i], taken), best = fmin(best, taken);
+      struct candidate one = {whole ? models[i] : split[i - count], whole ? 0 : splits[j]};
+      if (!whole) least = bound(divided(one, room), m, n, k, batch, share);
+      if (least >= far * best) continue;
+      all.candidates[all.count] = one, all.found[all.count++] = &found[i];
+      if (all.count == TOGETHER) best = waited(&all, m, n, k, batch, far, best);
     }
   }
+  waited(&all, m, n, k, batch, far, best);
 }
 """
 
@@ -227,7 +256,7 @@ def source() -> str:
         for name, value in {**vars(cost_formula), **vars(cost_model)}.items()
         if isinstance(value, tuple) and all(isinstance(number, float) for number in value)
     )
-    sizes = [f"enum {{ FIELDS = {len(FIELDS)}, TURNS = {TURNS} }};"]
+    sizes = [f"enum {{ FIELDS = {len(FIELDS)}, TURNS = {TURNS}, TOGETHER = {TOGETHER} }};"]
     sizes += [f"enum {{ {name} = {FIELDS.index(field)} }};" for name, field in NAMED.items()]
     head = "#include <math.h>", "#include <string.h>"
     functions = [_function(each) for each in TRANSLATED]

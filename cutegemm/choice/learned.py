@@ -20,8 +20,10 @@ lost 0.9 % to the fastest of 12 tiles at 28 such products on an H200, and 2 to 4
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 TREES = Path(__file__).parents[1] / "data" / "learned.json"
 DEPTH = 6
 LEAST, MOST = 0.8, 1.25
+UNIT = 1e-5
+"""Of a leaf. Sums of integers have the same bits in any order."""
 TMA_BYTES = 16
 """What rows and addresses of operands are multiples of where TMA loads them."""
 GATED = "/gated"
@@ -76,12 +80,18 @@ class Trees:
     beside: str = ""
     least: float = LEAST
 
+    def units(self) -> np.ndarray:
+        """The leaves in units of `UNIT`, as they are stored."""
+        return np.rint(self.leaves / UNIT).astype(int)
+
     def log(self, launches: np.ndarray) -> np.ndarray:
-        """The sum over the trees for each of the launches (launches, traits), added up in the trees' order."""
+        """The sum over the trees for each of the launches (launches, traits)."""
+        return self._sums(launches) * UNIT
+
+    def _sums(self, launches: np.ndarray) -> np.ndarray:
         numbers = (launches[:, self.traits] > self.limits) @ (1 << np.arange(DEPTH)[::-1])
-        found = np.take_along_axis(self.leaves[None], numbers[..., None], axis=2)[..., 0]
-        first = families()[self.after].log(launches) if self.after else np.zeros(len(launches))
-        return np.add.accumulate(np.column_stack([first, found]), axis=1)[:, -1]
+        found = np.take_along_axis(self.units()[None], numbers[..., None], axis=2)[..., 0]
+        return found.sum(axis=1) + (families()[self.after]._sums(launches) if self.after else 0)
 
     def clipped(self, launches: np.ndarray) -> np.ndarray:
         """The same within the ends that a correction has."""
@@ -174,58 +184,104 @@ def _at(place: int) -> Trees:
 
 
 def encoded(trees: Trees) -> list[list[Any]]:
-    """For JSON: of each tree its traits, its limits, and its leaves in units of 1e-5."""
-    rows = zip(trees.traits.tolist(), trees.limits.tolist(), trees.leaves.tolist(), strict=True)
-    return [[traits, limits, [round(leaf * 1e5) for leaf in leaves]] for traits, limits, leaves in rows]
+    """For JSON: of each tree its traits, its limits, and its leaves in units of `UNIT`."""
+    rows = zip(trees.traits.tolist(), trees.limits.tolist(), trees.units().tolist(), strict=True)
+    return [list(row) for row in rows]
 
 
 def decoded(rows: list[list[Any]]) -> Trees:
     """What `encoded` gave."""
     traits, limits, leaves = zip(*rows, strict=True)
-    return Trees(np.array(traits), np.array(limits, float), np.array(leaves) * 1e-5)
+    return Trees(np.array(traits), np.array(limits, float), np.array(leaves) * UNIT)
 
 
 C_SOURCE = """
-/* As `Model.learned`; LEARNED_FROM has the number of the first tree of each family, and behind them that of all;
-   LEARNED_AFTER the place of the family whose trees count before a family's own, or 0. */
+typedef signed char answers __attribute__((vector_size(TOGETHER)));
+
+/* A launch that trees are still to correct: the place of their family, 0 for none, and what they ask about. */
+struct launch { int place; double traits[TRAITS]; };
+static _Thread_local struct launch *noted;
+
+/* In the place of `Model.learned`: several launches are corrected at once, later. */
 static double learned(const double *self, double m, double n, double k, double works, double steps, double rows,
                       double columns, double seconds, double busy, double memory, double fixed, double step,
                       double load, double port) {
-  double found[TRAITS], sum = 0;
-  traits(self, m, n, k, works, steps, rows, columns, seconds, busy, memory, fixed, step, load, port, found);
-  int own = (int)self[LEARNED], places[] = {LEARNED_AFTER[own - 1], own};
-  for (int turn = places[0] == 0; turn < 2; ++turn) {
-    for (int tree = LEARNED_FROM[places[turn] - 1]; tree < LEARNED_FROM[places[turn]]; ++tree) {
-      int leaf = 0;
-      for (int i = 0; i < DEPTH; ++i)
-        leaf = 2 * leaf + (found[LEARNED_TRAITS[tree * DEPTH + i]] > LEARNED_LIMITS[tree * DEPTH + i]);
-      sum += LEARNED_LEAVES[(tree << DEPTH) + leaf];
+  noted->place = (int)self[LEARNED];
+  traits(self, m, n, k, works, steps, rows, columns, seconds, busy, memory, fixed, step, load, port, noted->traits);
+  return 1;
+}
+
+/* Adds to `sums` what the trees at a place say of each of the launches. Many trees ask the same, so each question is
+   answered once, for all launches: 0 or -1. */
+static void add_trees(int place, const struct launch *const *launches, int count, int *sums) {
+  answers found[MOST_QUESTIONS];
+  const int *from = QUESTIONS_FROM + (place - 1) * TRAITS, first = from[0];
+  for (int trait = 0; trait < TRAITS; ++trait, ++from) {
+    answers limits = {0}; /* that the trait of each launch is above */
+    for (int i = 0; i < count; ++i) {
+      int above = 0;
+      for (int j = from[0]; j < from[1]; ++j) above += launches[i]->traits[trait] > QUESTION_LIMITS[j];
+      limits[i] = above;
     }
+    for (int j = from[0]; j < from[1]; ++j) found[j - first] = limits > (signed char)(j - from[0]);
   }
-  return fmin(fmax(exp(sum), self[LEAST_FACTOR]), LEARNED_MOST);
+  for (int tree = TREES_FROM[place - 1]; tree < TREES_FROM[place]; ++tree) {
+    const unsigned short *asked = TREE_QUESTIONS + tree * DEPTH;
+    const int *leaves = TREE_LEAVES + (tree << DEPTH);
+    answers leaf = {0};
+    for (int i = 0; i < DEPTH; ++i) leaf += leaf - found[asked[i]];
+    for (int i = 0; i < count; ++i) sums[i] += leaves[leaf[i]];
+  }
+}
+
+/* Multiplies each of up to TOGETHER estimates by `learned.factor`. LEARNED_AFTER has the place of the family whose
+   trees count before a family's own, or 0. */
+static void correct(struct launch *launches, const double *const *models, int count, double *seconds) {
+  for (int first = 0; first < count; ++first) {
+    int place = launches[first].place, alike[TOGETHER], many = 0;
+    if (place == 0) continue;
+    const struct launch *of_family[TOGETHER];
+    int sums[TOGETHER] = {0};
+    for (int i = first; i < count; ++i)
+      if (launches[i].place == place) launches[i].place = 0, of_family[many] = &launches[i], alike[many++] = i;
+    if (LEARNED_AFTER[place - 1]) add_trees(LEARNED_AFTER[place - 1], of_family, many, sums);
+    add_trees(place, of_family, many, sums);
+    for (int i = 0; i < many; ++i)
+      seconds[alike[i]] *= fmin(fmax(exp(sums[i] * LEAF_UNIT), models[alike[i]][LEAST_FACTOR]), LEARNED_MOST);
+  }
 }
 """
 
 
 def c_tables() -> str:
-    """The trees as the arrays that `C_SOURCE` reads."""
+    """The trees as the arrays that `C_SOURCE` reads: the questions of each family, and of each tree which of them."""
     found = families().values()
-    starts = np.cumsum([0, *(len(trees.traits) for trees in found)]).tolist()
+    asked = [list(zip(trees.traits.ravel().tolist(), trees.limits.ravel().tolist(), strict=True)) for trees in found]
+    questions = [sorted(set(each)) for each in asked]
+    places = [{question: place for place, question in enumerate(each)} for each in questions]
+    of_traits = [sum(trait == each for trait, _ in of_family) for of_family in questions for each in range(len(TRAITS))]
+    assert max(of_traits, default=0) < 128, "a launch's place among the limits of a trait is a signed char"
 
-    def array(kind: str, name: str, values: list[Any]) -> str:
-        return f"static const {kind} {name}[] = {{{', '.join(map(repr, values or [0]))}}};"
+    def array(kind: str, name: str, values: Iterable[Any]) -> str:
+        return f"static const {kind} {name}[] = {{{', '.join(map(repr, values)) or '0'}}};"
 
-    def of_all(name: str) -> list[Any]:
-        return [number for trees in found for number in getattr(trees, name).ravel().tolist()]
+    def starts(lengths: Iterable[int]) -> list[int]:
+        return [0, *itertools.accumulate(lengths)]
 
+    most = max(map(len, questions), default=1)
     return "\n".join(
         [
-            f"enum {{ TRAITS = {len(TRAITS)}, DEPTH = {DEPTH} }};",
-            f"static const double LEARNED_MOST = {MOST!r};",
-            array("int", "LEARNED_FROM", starts),
-            array("int", "LEARNED_AFTER", [place(trees.after) for trees in found]),
-            array("unsigned char", "LEARNED_TRAITS", of_all("traits")),
-            array("double", "LEARNED_LIMITS", of_all("limits")),
-            array("double", "LEARNED_LEAVES", of_all("leaves")),
+            f"enum {{ TRAITS = {len(TRAITS)}, DEPTH = {DEPTH}, MOST_QUESTIONS = {most} }};",
+            f"static const double LEARNED_MOST = {MOST!r}, LEAF_UNIT = {UNIT!r};",
+            array("int", "LEARNED_AFTER", (place(trees.after) for trees in found)),
+            array("int", "QUESTIONS_FROM", starts(of_traits)),
+            array("double", "QUESTION_LIMITS", (limit for each in questions for _, limit in each)),
+            array("int", "TREES_FROM", starts(len(trees.traits) for trees in found)),
+            array(
+                "unsigned short",
+                "TREE_QUESTIONS",
+                (of[q] for of, each in zip(places, asked, strict=True) for q in each),
+            ),
+            array("int", "TREE_LEAVES", (leaf for trees in found for leaf in trees.units().ravel().tolist())),
         ]
     )

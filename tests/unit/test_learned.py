@@ -205,10 +205,10 @@ def test_machine_code_has_the_trees_of_every_family(monkeypatch):
 
 
 def test_machine_code_adds_the_trees_of_the_family_named_first(monkeypatch):
-    small = dataclasses.replace(SIMPLE, leaves=SIMPLE.leaves / 3)
-    own = dataclasses.replace(SIMPLE, leaves=SIMPLE.leaves / 7, after="small")
+    small = dataclasses.replace(SIMPLE, leaves=SIMPLE.leaves / 4)
+    own = dataclasses.replace(SIMPLE, leaves=SIMPLE.leaves / 5, after="small")
     monkeypatch.setattr(learned, "families", partial(dict, other=SIMPLE, simt=own, small=small))
-    _same_in_machine_code(lambda leaf: (-0.2 + leaf) * (1 / 3 + 1 / 7))
+    _same_in_machine_code(lambda leaf: (-0.2 + leaf) * (1 / 4 + 1 / 5))
 
 
 def test_machine_code_has_the_least_correction_of_each_family(monkeypatch):

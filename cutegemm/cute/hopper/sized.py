@@ -13,7 +13,6 @@ order that was fastest for a cluster (docs/learning.md#tiles-made-for-the-sizes)
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
@@ -66,9 +65,9 @@ def sized(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) 
     tiles = _tiles_of(signature, arch)
     if tiles is None or min(m, n) <= LEAST_ROWS or batch == 0:
         return []
-    found = dict(tiles.filling(m, n, batch))
-    most = MOST * min(found.values(), default=0)
-    made = (tiles.configuration(tile) for tile, clocks in found.items() if clocks <= most)
+    found = tiles.filling(m, n, batch)
+    most = MOST * min((clocks for clocks, _ in found), default=0)
+    made = (tiles.configuration(tile) for clocks, tile in found if clocks <= most)
     return [config for config in made if config is not None]
 
 
@@ -93,24 +92,31 @@ class _Tiles:
             for bm, (down, across) in product(SCHEDULES, CLUSTERS)
         ]
 
-    def filling(self, m: int, n: int, batch: int) -> Iterator[tuple[_Tile, float]]:
-        """(tile, clocks) of each tile whose columns are the fewest that need one or two waves. Clocks: the least that
+    def filling(self, m: int, n: int, batch: int) -> list[tuple[float, _Tile]]:
+        """(clocks, tile) of each tile whose columns are the fewest that need one or two waves. Clocks: the least that
         an SM takes for one k step of all its tiles.
         """
+        found = []  # by plain arithmetic: this is a third of the time of a choice
         for swapped, rows, columns in ((False, m, n), (True, n, m)):
             step = HALF_STEP if swapped and self._itemsize == 2 else WHOLE_STEP
             for bm, rows_down, ctas_across, places, cluster in self._kinds:
                 clusters_down = -(-rows // rows_down) * batch
+                if WAVES[-1] * places // clusters_down * ctas_across * WIDEST < columns:
+                    continue
+                before = 0
                 for waves in WAVES:
                     across = waves * places // clusters_down * ctas_across
                     if across * WIDEST < columns:
                         continue
                     bn = -(-columns // (across * step)) * step
                     if bn < NARROWEST:
-                        continue
-                    clocks = waves * max(bm * bn / MULTIPLIED, (bm + bn) / LOADED)
-                    for schedule in SCHEDULES[bm] if waves > 1 else SCHEDULES[bm][:1]:
-                        yield (bm, bn, schedule, cluster, swapped), clocks
+                        break
+                    multiplied, loaded = bm * bn / MULTIPLIED, (bm + bn) / LOADED
+                    clocks = waves * (multiplied if multiplied > loaded else loaded)
+                    for schedule in SCHEDULES[bm][bn == before : None if waves > 1 else 1]:  # each tile once
+                        found.append((clocks, (bm, bn, schedule, cluster, swapped)))
+                    before = bn
+        return found
 
     def configuration(self, tile: _Tile) -> HopperConfig | None:
         """That of a tile, with a ring as deep as fits, if it is valid."""

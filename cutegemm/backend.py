@@ -173,9 +173,12 @@ class Backend(ABC, Generic[C]):
         """
         return ()
 
-    def in_one_wave(self, config: C, problem: Problem, arch: Arch) -> C:
+    def in_one_wave(self, config: C, problem: Problem, arch: Arch, won_at: tuple[int, int, int] | None = None) -> C:
         """The candidate, in another order of tiles where one wave computes all tiles of the problem and that order is
         known to be faster.
+
+        Args:
+            won_at: (M, N, K) of another problem that it won, if its order may be due to these.
         """
         return config
 

@@ -222,15 +222,16 @@ class Candidates:
         """(seconds, configuration, why) of the cheapest candidate; None when none can serve the problem."""
         m, n, k, batch = problem.evened
         seconds, chosen = self._modelled(m, n, k, batch)
-        why = ""
+        won_at: neighbours.Sizes | None = None
         if self._neighbours[1] and batch == 1 and m and n and k:
-            seconds, chosen, why = self._corrected(m, n, k, seconds, chosen)
+            seconds, chosen, won_at = self._corrected(m, n, k, seconds, chosen)
         if chosen is None:
             return None
         if self.backend.check(chosen, problem, self._arch) is not None:
             compared = self._serving(self._shortlist(_bucket(*problem.evened))[0], problem)
             return next(chain(compared, self.ascending(problem, split=False)), None)
-        return seconds, chosen if why else self.backend.in_one_wave(chosen, problem, self._arch), why
+        why = "" if won_at is None else f"winner at {'x'.join(map(str, won_at))} nearby"
+        return seconds, self.backend.in_one_wave(chosen, problem, self._arch, won_at), why
 
     def _modelled(self, m: int, n: int, k: int, batch: int) -> tuple[float, Any]:
         """(seconds, configuration) of what the model likes best; (inf, None) without candidates."""
@@ -300,10 +301,14 @@ class Candidates:
             if self.backend.check(entries[number][1], problem, self._arch) is None:
                 yield seconds, self.backend.in_one_wave(entries[number][1], problem, self._arch), ""
 
-    def _corrected(self, m: int, n: int, k: int, seconds: float, chosen: Any) -> tuple[float, Any, str]:
-        """The cheapest candidate after winners of nearby shapes were made cheaper by the model's error there."""
+    def _corrected(
+        self, m: int, n: int, k: int, seconds: float, chosen: Any
+    ) -> tuple[float, Any, neighbours.Sizes | None]:
+        """The cheapest candidate after winners of nearby shapes were made cheaper by the model's error there; of such a
+        winner also its shape."""
         x, y, z = math.log2(m), math.log2(n), math.log2(k)
-        best, why = seconds, ""
+        best: float = seconds
+        won_at = None
         ascending, known = self._neighbours
         near = []
         for entry in known[bisect.bisect(ascending, x - NEAR) : bisect.bisect(ascending, x + NEAR)]:
@@ -312,15 +317,14 @@ class Candidates:
                 weight = 1 - (distance / NEAR) ** 2
                 near.append((entry[5] ** weight * (1 - WON * weight), entry))
         if not near:
-            return best, chosen, why
+            return best, chosen, None
         for factor, (nx, ny, nz, cost, config, _) in near:
             if cost.at_least(m, n, k) * factor >= best:
                 continue
             taken = cost.values(m, n, k, 1)[0] * factor
             if taken < best:
-                best, chosen = taken, config
-                why = f"winner at {2**nx:.0f}x{2**ny:.0f}x{2**nz:.0f} nearby"
-        return best, chosen, why
+                best, chosen, won_at = taken, config, (round(2**nx), round(2**ny), round(2**nz))
+        return best, chosen, won_at
 
     def _corrections(
         self, known: Iterable[tuple[neighbours.Sizes, str]]

@@ -81,7 +81,7 @@ def _at_no_size(m: int, n: int, k: int, batch: int) -> bool:
     return False
 
 
-def _same(config: Any, problem: Problem, arch: Arch) -> Any:
+def _same(config: Any, problem: Problem, arch: Arch, won_at: object = None) -> Any:
     return config
 
 
@@ -131,7 +131,7 @@ class Family:
     splits: Callable[[str, Signature], tuple[int, ...]] = _no_splits
     shortlist: Callable[[Signature, Arch, int, int, int, int], list[tuple[str, bool]]] = _none_named
     sized: Callable[[Signature, Arch, int, int, int, int], list[Any]] = _none_named
-    in_one_wave: Callable[[Any, Problem, Arch], Any] = _same
+    in_one_wave: Callable[[Any, Problem, Arch, tuple[int, int, int] | None], Any] = _same
     tries: Callable[[Any, Signature], bool] = _always
     stores_alike: Callable[[Any, Problem, Problem], bool] = _always
     uses_constant: Callable[[Any, Problem], bool] = _never
@@ -380,7 +380,7 @@ class CuteBackend(Backend[Any]):
             for config in chain(made, (each for each in chain(whole, split) if each not in made)):
                 worth_it = config.splits == 1 or config.splits * config.bk <= problem.k
                 if worth_it and family.tries(config, problem.signature) and self.check(config, problem, arch) is None:
-                    yield from dict.fromkeys((config, family.in_one_wave(config, problem, arch)))
+                    yield from dict.fromkeys((config, family.in_one_wave(config, problem, arch, None)))
 
     def candidates(self, signature: Signature, arch: Arch) -> list[tuple[Any, tuple[int, ...]]]:
         """(configuration, splits that it may also have) of the few that the heuristic may take: those of the first
@@ -412,8 +412,8 @@ class CuteBackend(Backend[Any]):
         family = self._first(signature, arch)
         return [] if family is None else family.sized(signature, arch, m, n, k, batch)
 
-    def in_one_wave(self, config: Any, problem: Problem, arch: Arch) -> Any:
-        return FAMILIES[config.family].in_one_wave(config, problem, arch)
+    def in_one_wave(self, config: Any, problem: Problem, arch: Arch, won_at: tuple[int, int, int] | None = None) -> Any:
+        return FAMILIES[config.family].in_one_wave(config, problem, arch, won_at)
 
     def default(self, problem: Problem, arch: Arch) -> Any:
         from cutegemm.choice import heuristics

@@ -181,6 +181,26 @@ def test_a_nearby_winner_keeps_the_order_in_which_it_was_measured():
     assert other.cheapest(problem)[1].order == "col"
 
 
+@pytest.mark.parametrize(("text", "won_at", "here", "order"), [
+    ("64x128x64/coop1/c1x2/s8/col/pdl", (1024, 1024, 4096), (1024, 1056, 4096), "serp8"),  # 132 places, 144 tiles
+    ("64x128x64/coop1/c2x1/s8/serp2/swap/pdl", (1024, 1024, 4096), (1056, 1024, 4096), "serp8"),
+    ("64x128x64/coop1/c1x2/s8/col/pdl", (1024, 1056, 4096), (1100, 1056, 4096), "col"),
+    ("64x128x64/coop1/c1x2/s8/serp8/pdl", (1024, 1056, 4096), (1024, 1024, 4096), "col"),
+    ("64x128x64/coop1/c1x2/s8/serp8/pdl", (1024, 1024, 4096), (1000, 1024, 4096), "serp8"),
+    ("64x128x64/coop1/c1x2/s8/serp16/pdl", (1024, 1024, 4096), (1024, 1056, 4096), "serp16"),
+])  # fmt: skip
+def test_a_nearby_winners_order_counts_where_the_waves_are_as_many(text, won_at, here, order):
+    problem = Problem.of(*here, "bf16")
+    assert CUTE.in_one_wave(CUTE.parse(f"sm90/{text}"), problem, H200, won_at).order == order
+
+
+def test_a_winner_of_one_wave_is_chosen_in_bands_where_there_are_two():
+    problem, won_at = Problem.of(1024, 8192, 4096, "bf16"), (1024, 4096, 4096)
+    winner = "sm90/128x256x64/coop2/c1x2/s4/col/swap/pdl"
+    _, config, why = heuristics.Candidates(CUTE, problem.signature, H200, [(won_at, winner)]).cheapest(problem)
+    assert (str(config), why) == (winner.replace("col", "serp8"), "winner at 1024x4096x4096 nearby")
+
+
 def test_other_backends_have_no_such_candidates():
     problem = Problem.of(402, 4608, 4096, "bf16")
     other = backend.get("cutlass2x")

@@ -71,14 +71,30 @@ def sized(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) 
     return [config for config in made if config is not None]
 
 
-def in_one_wave(config: HopperConfig, problem: Problem, arch: Arch) -> HopperConfig:
-    """A candidate in the tile order that is faster for it where all tiles of a product are computed at once."""
+def in_one_wave(
+    config: HopperConfig, problem: Problem, arch: Arch, won_at: tuple[int, int, int] | None = None
+) -> HopperConfig:
+    """A candidate in the tile order that is faster for it where all tiles of a product are computed at once.
+
+    Args:
+        won_at: (M, N, K) at which it was the fastest, in its order. That says nothing of the order in one wave where
+            it took more waves there, and nothing of more waves where it took one.
+    """
     order = SWAPPED_ORDERS.get(config.cluster) if config.swapped else "col"
     timed = _tiles_of(problem.signature, arch) is not None and min(problem.m, problem.n) > LEAST_ROWS
-    if order is None or not timed or config.order != ORDER or config.parts > 1 or config.stream_k:
+    if order is None or not timed or config.parts > 1 or config.stream_k or config.order not in (ORDER, order):
         return config
-    is_one = works(config, problem) <= resident_clusters(arch, config.cluster_ctas)
-    return replace(config, order=order) if is_one else config
+    is_one = _is_one_wave(config, problem, arch)
+    if won_at is None:
+        return replace(config, order=order) if is_one and config.order == ORDER else config
+    m, n, k = won_at
+    if is_one == _is_one_wave(config, replace(problem, m=m, n=n, k=k), arch):
+        return config
+    return replace(config, order=order if is_one else ORDER)
+
+
+def _is_one_wave(config: HopperConfig, problem: Problem, arch: Arch) -> bool:
+    return works(config, problem) <= resident_clusters(arch, config.cluster_ctas)
 
 
 class _Tiles:

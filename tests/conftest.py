@@ -82,10 +82,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sample_products(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves of each test marked `product(keep=N)` N cases, or as many more as hold every value of every parameter.
-
-    A parameter with more than N values, as a plain list has, does not count: of a list N cases are left. Of slow cases
-    there is a sample of their own.
+    """Leaves of each test marked `product(keep=N)` N cases, which together hold as many values of its parameters as N
+    cases found one after the other can. Of slow cases there is a sample of their own.
     """
     products: dict[tuple[str, bool], list[pytest.Item]] = {}
     for item in items:
@@ -95,17 +93,15 @@ def _sample_products(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out: set[pytest.Item] = set()
     for cases in products.values():
         cases.sort(key=lambda case: hashlib.sha256(case.nodeid.encode()).digest())
-        seen: set[tuple[str, str]] = set()
-        chosen = []
         keep = cases[0].get_closest_marker("product").kwargs["keep"]
-        found = {name: {repr(case.callspec.params[name]) for case in cases} for name in cases[0].callspec.params}
-        shared = [name for name, values in found.items() if len(values) <= keep]
-        values = {case: {(name, repr(case.callspec.params[name])) for name in shared} for case in cases}
-        while new := values[best := max(cases, key=lambda case: len(values[case] - seen))] - seen:
-            chosen.append(best)
-            seen |= new
-        more = [case for case in cases if case not in chosen]
-        left_out.update(more[max(keep - len(chosen), 0) :])
+        values = {case: {(name, repr(value)) for name, value in case.callspec.params.items()} for case in cases}
+        seen: set[tuple[str, str]] = set()
+        chosen: list[pytest.Item] = []
+        while len(chosen) < min(keep, len(cases)):
+            rest = (case for case in cases if case not in chosen)
+            chosen.append(max(rest, key=lambda case: len(values[case] - seen)))
+            seen |= values[chosen[-1]]
+        left_out.update(case for case in cases if case not in chosen)
     if left_out:
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=sorted(left_out, key=lambda item: item.nodeid))

@@ -80,6 +80,7 @@ class Trees:
     beside: str = ""
     least: float = LEAST
 
+    @functools.cached_property
     def units(self) -> np.ndarray:
         """The leaves in units of `UNIT`, as they are stored."""
         return np.rint(self.leaves / UNIT).astype(int)
@@ -90,7 +91,7 @@ class Trees:
 
     def _sums(self, launches: np.ndarray) -> np.ndarray:
         numbers = (launches[:, self.traits] > self.limits) @ (1 << np.arange(DEPTH)[::-1])
-        found = np.take_along_axis(self.units()[None], numbers[..., None], axis=2)[..., 0]
+        found = np.take_along_axis(self.units[None], numbers[..., None], axis=2)[..., 0]
         return found.sum(axis=1) + (families()[self.after]._sums(launches) if self.after else 0)
 
     def clipped(self, launches: np.ndarray) -> np.ndarray:
@@ -185,7 +186,7 @@ def _at(place: int) -> Trees:
 
 def encoded(trees: Trees) -> list[list[Any]]:
     """For JSON: of each tree its traits, its limits, and its leaves in units of `UNIT`."""
-    rows = zip(trees.traits.tolist(), trees.limits.tolist(), trees.units().tolist(), strict=True)
+    rows = zip(trees.traits.tolist(), trees.limits.tolist(), trees.units.tolist(), strict=True)
     return [list(row) for row in rows]
 
 
@@ -282,6 +283,6 @@ def c_tables() -> str:
                 "TREE_QUESTIONS",
                 (of[q] for of, each in zip(places, asked, strict=True) for q in each),
             ),
-            array("int", "TREE_LEAVES", (leaf for trees in found for leaf in trees.units().ravel().tolist())),
+            array("int", "TREE_LEAVES", (leaf for trees in found for leaf in trees.units.ravel().tolist())),
         ]
     )

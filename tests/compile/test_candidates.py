@@ -59,7 +59,7 @@ def _of_each_tile():
 
 
 @pytest.mark.parametrize(("kind", "text"), _of_each_tile())
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_no_spills(kind, text):
     signature, config = SIGNATURES[kind], CUTE.parse(text)
     assert config.why_invalid(signature, HOPPER) is None
@@ -78,7 +78,7 @@ def _odd_eights():
 
 
 @pytest.mark.parametrize("text", list(_odd_eights()))
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_swapped_tiles_with_odd_eights_of_columns_do_not_spill(text):
     assert not spilled(CUTE.build(SIGNATURES["sm90"], CUTE.parse(text), HOPPER).cubin)
 
@@ -96,7 +96,7 @@ def _sized():
 
 
 @pytest.mark.parametrize(("kind", "text"), list(_sized()))
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_tiles_made_for_sizes_do_not_spill(kind, text):
     assert not spilled(CUTE.build(SIGNATURES[kind], CUTE.parse(text), HOPPER).cubin)
 
@@ -111,7 +111,7 @@ def _listed_registers():
 
 
 @pytest.mark.parametrize(("text", "majors", "size"), list(_listed_registers()))
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_an_sm_holds_as_many_ctas_as_the_listed_registers_say(text, majors, size):
     signature, config = Problem.of(size, size, size, "fp32", majors=majors).signature, CUTE.parse(text)
     if config.why_invalid(signature, HOPPER) is not None:
@@ -136,7 +136,7 @@ def _bounded():
 
 
 @pytest.mark.parametrize(("text", "majors", "size", "splits"), list(_bounded()))
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_bounded_registers_suffice(text, majors, size, splits):
     """In any order of operands, where copies are narrow, and where K is split. `simt.candidates` and `RESIDENT` say of
     three kernels that they may spill a little."""
@@ -158,7 +158,7 @@ UNBOUNDED = [
 
 
 @pytest.mark.parametrize(("text", "majors"), UNBOUNDED)
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_tiles_without_a_bound_spill_none_where_rows_are_aligned(text, majors):
     """But three: see `simt.candidates`."""
     signature = Problem.of(64, 64, 64, "fp32", majors=majors).signature
@@ -181,7 +181,7 @@ def test_tiles_without_a_bound_spill_none_where_rows_are_aligned(text, majors):
         ((300, 151, 8191), "fp16", "nn", "A100"),
     ],
 )
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_what_is_chosen_for_narrow_rows_spills_none(shape, dtype, majors, gpu):
     problem, gpu = Problem.of(*shape, dtype, majors=majors), arch.get(gpu)
     name, config, _ = heuristics.untuned(problem, gpu)
@@ -193,7 +193,7 @@ def test_what_is_chosen_for_narrow_rows_spills_none(shape, dtype, majors, gpu):
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 @pytest.mark.parametrize("majors", ["tn", "nn", "nt", "tt"])
 @pytest.mark.parametrize("shape", [(4097, 4097, 4097), (4098, 4098, 4098), (4100, 4100, 4100), (4097, 4096, 4096)])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_candidates_for_narrow_rows_keep_the_addresses_of_their_copies(shape, majors, precision, gpu, pytestconfig):
     """Up to ten registers may lie in local memory: the limits on copies keep out what spills more. `make test` takes
     every third candidate, `make nightly` all of them.

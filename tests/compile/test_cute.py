@@ -38,7 +38,7 @@ def build(problem: Problem, config: str | None, target: str):
         ("fp32", "ieee", ("FFMA", "LDS.128")),
     ],
 )
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_defaults_on_every_architecture(target, dtype, precision, needed):
     kernel = build(Problem.of(4096, 4096, 4096, dtype, precision=precision), None, target)
     assert f".target {target}" in kernel.ptx
@@ -55,7 +55,7 @@ def test_defaults_on_every_architecture(target, dtype, precision, needed):
 
 @pytest.mark.parametrize("majors", ["tn", "tt", "nn", "nt"])
 @pytest.mark.parametrize(("dtype", "precision"), [("fp16", "ieee"), ("fp32", "tf32"), ("fp32", "ieee")])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_no_spills_for_any_majors_and_the_whole_epilogue(majors, dtype, precision):
     problem = Problem.of(4096, 4096, 4096, dtype, majors=majors, precision=precision, epilogue=FULL)
     kernel = build(problem, None, "sm_80")
@@ -71,7 +71,7 @@ def test_no_spills_for_any_majors_and_the_whole_epilogue(majors, dtype, precisio
 
 
 @pytest.mark.parametrize(("k", "width"), [(4096, "128"), (4092, "64"), (4090, "32"), (4095, None)])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_narrow_alignment_takes_narrow_copies(k, width):
     kernel = build(Problem.of(256, 256, k, "fp16"), "sm80/64x64x32/w32x32/s3/g8", "sm_80")
     copies = {op for op in opcodes(kernel.cubin) if op.startswith("LDGSTS")}

@@ -78,7 +78,7 @@ def build(config: str, dtype: str = "e4m3", **given):
         ("128x192x128/pp/c2x1/s4/g8", {"dtype": "int8", "out_dtype": "int8", "epilogue": FULL}),
     ],
 )  # fmt: skip
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_no_spills(config, given):
     kernel = build(config, **given)
     names, signature = opcodes(kernel.cubin), kernel.signature
@@ -112,6 +112,7 @@ def test_no_spills(config, given):
         ("128x64x128/pp/c1x1/s4/serp8/swap/pdl", {"epilogue": pairs("e5m2"), "out_dtype": "e5m2"}, {"STS.U8": 32}),
     ],
 )  # fmt: skip
+@pytest.mark.product(keep=3)
 def test_results_that_plain_stores_bring_to_tma(config, given, stores):
     """A store for each two neighbours, or for each result where a thread has no neighbours of it."""
     kernel = build(config, **given)
@@ -238,7 +239,7 @@ def test_numbers_of_a_stage_for_scales_of_gate_and_up(f, tile, counts):
 @pytest.mark.parametrize(
     "epilogue", [None, blocks(), gated("pairs"), gated()], ids=["plain", "blocks", "pairs", "halves"]
 )
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_halves_in_groups_spill_nothing(config, work, epilogue):
     if work == "ragged_n" and epilogue is not None and epilogue.gating:
         return  # groups of columns have no gate and up

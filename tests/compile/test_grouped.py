@@ -99,6 +99,7 @@ def test_no_candidate_that_fits_a_group_spills(rows, program, work, majors):
 @pytest.mark.parametrize("weight", ["bf16", "fp32"])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
 @pytest.mark.product(keep=1)
+@pytest.mark.slow  # the compiler takes 17 s
 def test_what_a_mixture_stores_in_training_spills_nothing(activation, weight):
     """The choice for groups of 1024 rows is wider than others of programs with several results."""
     text = (
@@ -121,6 +122,7 @@ OF_GRADIENTS = (
 
 
 @pytest.mark.parametrize("work", ["ragged_m", "masked"])
+@pytest.mark.product(keep=1)
 def test_matrix_operands_in_groups_travel_through_the_ring(work):
     """Of the choice for the gradients of gate and up, which `moe` has."""
     aligns = Epilogue(custom=simplified(parse(OF_GRADIENTS)), aligns=(16,) * 3)
@@ -139,7 +141,7 @@ an H200 it is none of the first, 8 of the second."""
 
 @pytest.mark.parametrize("work", ["ragged_m", "ragged_n", "ragged_k", "masked", "gathered_m", "scattered_m"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_candidates_without_tma_find_their_group_in_few_registers(work, dtype, pytestconfig):
     """A CTA keeps the tile that it has found; as many bytes are spilled at most as by dense kernels with a program.
     `make test` takes every twelfth candidate, `make nightly` all of them.
@@ -168,7 +170,7 @@ def scaled(work: str, recipe: str) -> Epilogue:
 @pytest.mark.parametrize(("sizes", "least"), [((8192, 4096, 7168), 64), ((128, 7168, 2048), 0)])
 @pytest.mark.parametrize("work", ["ragged_m", "ragged_n", "masked", "gathered_m", "scattered_m"])
 @pytest.mark.parametrize(("dtype", "recipe"), [("e4m3", "blocks"), ("e4m3", "rows"), ("int8", "rows"), ("int8", None)])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_what_the_heuristic_takes_for_scaled_groups_spills_nothing(work, dtype, recipe, sizes, least):
     m, n, k = sizes if work != "ragged_n" else (sizes[1], sizes[0], sizes[2])
     epilogue = None if recipe is None else scaled(work, recipe)
@@ -182,6 +184,7 @@ def test_what_the_heuristic_takes_for_scaled_groups_spills_nothing(work, dtype, 
 
 
 @pytest.mark.parametrize("config", ["simt/64x128x16/w32x64/s3/g8/r3", "simt/32x32x64/w32x32/s3/g8/x4"])
+@pytest.mark.product(keep=1)
 def test_groups_on_cuda_cores_load_as_dense_products_do(config):
     """A vector never ends behind a row, so that no load is cut. What they load besides is where their group ends."""
     counts = []

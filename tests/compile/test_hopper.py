@@ -52,7 +52,7 @@ def build(config: str, majors: str = "tn", epilogue: Epilogue | None = None, dty
     ],
 )
 @pytest.mark.parametrize("epilogue", [None, FULL], ids=["plain", "full"])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_instructions(config, majors, epilogue):
     check_instructions(build(config, majors, epilogue))
 
@@ -115,7 +115,7 @@ def check_instructions(kernel) -> None:
     ],
 )
 @pytest.mark.parametrize("bias_axis", ["n", "m"])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_c_and_bias_take_the_tma_store(config, by_tma, bias_axis):
     """Up to 192 accumulators with C; the slab beyond."""
     epilogue = Epilogue("bf16", "fp32", bias_axis, "silu")

@@ -35,6 +35,7 @@ def build(config: str, target: str, dtype: str, **given):
         ("sm_90a", "e5m2", None, "f32.e5m2.e5m2.f32", "HMMA.16816.F32"),
     ],
 )
+@pytest.mark.product(keep=2)
 def test_instructions(target, dtype, b_dtype, ptx, sass):
     kernel = build("sm80/64x64x128/w32x32/s3/g8", target, dtype, b_dtype=b_dtype)
     names = opcodes(kernel.cubin)
@@ -81,7 +82,7 @@ def test_candidates_do_not_spill(part, target, unit, epilogue):
         ("sm_90a", "32x64x128/w16x32/s3/g8", "e4m3", blocks(across=1)),
     ],
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_the_largest_promoted_tiles_do_not_spill(target, config, dtype, epilogue):
     kernel = build(f"sm80/{config}", target, dtype, epilogue=epilogue, out_dtype="bf16")
     assert not spilled(kernel.cubin)

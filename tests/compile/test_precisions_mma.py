@@ -32,7 +32,7 @@ def build(config, target: str, precision: str, majors: str = "nn", epilogue: Epi
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_instructions(precision, target):
     """Two kernels in one module; every term is multiplied; each sum is promoted once a k tile; loads are reused."""
     kernel = build("sm80/64x64x32/w32x32/s2/g8", target, precision, epilogue=Epilogue())

@@ -13,6 +13,7 @@ from tests.sass import opcodes, registers, spilled
 
 
 @pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.product(keep=2)
 def test_pack(unit):
     """All loads of a piece are under way together, 16 bytes are stored at once, and nothing is spilled."""
     lies = Matrix(64, 1001, 1001, 1, 0, unit), Matrix(64, 1001, 1024, 1, 0, 16)

@@ -32,6 +32,7 @@ def kept(cubin: bytes) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.product(keep=1)
 def test_most_multiplications_of_a_promotion_keep_their_factor(config):
     kernel = build(config, epilogue=blocks())
     all_of_them, keep = kept(kernel.cubin)

@@ -52,7 +52,7 @@ def by_both(config: str, call: Callable[..., Any]) -> Any:
 @pytest.mark.parametrize("out", [E4M3, E5M2, INT8])
 @pytest.mark.parametrize("kind", ["e4m3", "int8"])
 @pytest.mark.parametrize("batch", [None, 3])
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=2)
 def test_results_of_scaled_products(config, out, kind, batch, seed):
     """M and N end inside of a tile."""
     config = config if kind == "e4m3" else config.removesuffix("/half")  # which is for promoted sums
@@ -67,7 +67,7 @@ def test_results_of_scaled_products(config, out, kind, batch, seed):
 
 @pytest.mark.parametrize("config", [STRAIGHT[0], STRAIGHT[3], *TURNED[1:3]])
 @pytest.mark.parametrize("out", [E4M3, INT8])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_results_are_those_of_the_reference(config, out, seed):
     """Sums of whole numbers, which are exact, so that only one rounding is left."""
     check(150, 176, 256, whole=True, recipes=(None, None), out_dtype=out, seed=seed, backend="cute",
@@ -76,7 +76,7 @@ def test_results_are_those_of_the_reference(config, out, seed):
 
 @pytest.mark.parametrize("config", ["128x128x64/coop2/c2x1/s3/g2/zig", "128x80x64/coop2/c1x1/s3/g2/swap"])
 @pytest.mark.parametrize("majors", ["tn", "nt"])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_several_results_of_16_bit_operands_with_their_terms(config, majors, seed):
     """Two results of one byte, a residual, a bias, the indices of elements, and the largest element of each row."""
     generator = torch.Generator().manual_seed(seed)
@@ -100,7 +100,7 @@ def test_several_results_of_16_bit_operands_with_their_terms(config, majors, see
     ["128x256x128/coop2/c1x2/s2/g2/zig/half", "64x64x128/coop1/c1x1/s3/g2", "256x48x128/coop2/c1x1/s3/g2/swap"],
 )
 @pytest.mark.parametrize("work", [RAGGED_M, GATHERED, MASKED])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_groups_of_gate_and_up(config, gating, work, seed):
     """Rows of other groups, and those beyond the last, stay as they were (`GroupCase.run`)."""
     if work == GATHERED and "c1x2" in config:
@@ -124,7 +124,7 @@ PAIRS = (
 @pytest.mark.parametrize("config", PAIRS)
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float32, E4M3])
 @pytest.mark.parametrize("recipes", [("rows", "rows"), ("blocks", "blocks128"), (None, None)])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_gate_and_up_in_pairs(config, out, recipes, seed):
     """M and D's columns end inside of a tile."""
     whole = recipes == (None, None)
@@ -134,7 +134,7 @@ def test_gate_and_up_in_pairs(config, out, recipes, seed):
 
 @pytest.mark.parametrize("form", ["", "/swap", "/slab", "/k2"])
 @pytest.mark.parametrize("out", [E4M3, E5M2])
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=2)
 def test_sums_of_integers_beside_other_results(form, out, seed):
     """The compiler would convert the bare sums to fp8 in one step, which no instruction does."""
     generator = torch.Generator().manual_seed(seed)
@@ -148,6 +148,7 @@ def test_sums_of_integers_beside_other_results(form, out, seed):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, INT8])
 @pytest.mark.parametrize("form", ["", "/swap"])
+@pytest.mark.product(keep=2)
 def test_values_rounded_to_int8_and_then_to_fp8(dtype, form, seed):
     generator = torch.Generator().manual_seed(seed)
     a, b = (torch.randint(-3, 4, (rows, 64), generator=generator).to(dtype) for rows in (70, 72))
@@ -168,7 +169,7 @@ TURNED_PAIRS = (
 @pytest.mark.parametrize("config", TURNED_PAIRS)
 @pytest.mark.parametrize("out", [torch.bfloat16, E4M3])
 @pytest.mark.parametrize("recipes", [("rows", "rows"), ("blocks", "blocks128"), ("blocks", "blocks"), (None, None)])
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=2)
 def test_gate_and_up_in_pairs_of_swapped_operands(config, out, recipes, seed):
     """As above; lanes exchange accumulators."""
     whole = recipes == (None, None)
@@ -179,7 +180,7 @@ def test_gate_and_up_in_pairs_of_swapped_operands(config, out, recipes, seed):
 @pytest.mark.parametrize("work", [RAGGED_M, GATHERED, MASKED])
 @pytest.mark.parametrize("majors", ["tn", "tt"])
 @pytest.mark.parametrize("config", ["256x48x64/coop2/c1x1/s3/g2/swap/fit", "128x32x64/pp/c1x1/s3/g2/swap"])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_groups_in_pairs_of_swapped_operands(config, majors, work, seed):
     """16-bit operands, with a bias for each group and a number for each row; B also row-major."""
     if work == MASKED and "fit" in config:
@@ -201,7 +202,7 @@ def test_groups_in_pairs_of_swapped_operands(config, majors, work, seed):
     "128x256x64/coop2/c2x1/s3/g2/zig", "64x64x64/coop1/c1x1/s3/g2", "128x48x64/coop2/c1x1/s3/g2/swap"
 ])  # fmt: skip
 @pytest.mark.parametrize("out", [torch.bfloat16, E4M3])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_pairs_with_operands_along_rows_and_columns(config, out, seed):
     """Whole numbers, so that every order of operations gives the same bits; also a comparison of indices."""
     generator = torch.Generator().manual_seed(seed)

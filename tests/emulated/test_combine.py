@@ -28,7 +28,7 @@ def drawn(tokens: int, top_k: int, columns: int, dtype: torch.dtype, seed: int) 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("columns", [1, 7, 10, 36, 520])
 @pytest.mark.parametrize("top_k", [1, 2, 8, MOST_UNROLLED, MOST_UNROLLED + 1])
-@pytest.mark.product(keep=12)
+@pytest.mark.product(keep=4)
 def test_sums_are_exact_and_rounded_once(dtype, columns, top_k, seed):
     """Vectors of 2 to 16 bytes; a last CTA that is not full."""
     rows, row_of = drawn(9, top_k, columns, dtype, seed)
@@ -48,7 +48,7 @@ def test_rows_are_added_in_the_order_of_the_choices():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("columns", [1, 7, 10, 36, 520])
 @pytest.mark.parametrize("layout", ["rows", "within wider rows", "at an odd address", "columns"])
-@pytest.mark.product(keep=12)
+@pytest.mark.product(keep=4)
 def test_rows_are_gathered_as_they_are(dtype, columns, layout, seed):
     """Each bit of them, of NaN too. An index of no row gives zeros where it may be one."""
     generator = torch.Generator().manual_seed(seed)
@@ -162,6 +162,7 @@ def test_nothing_is_read_before_the_kernel_in_front_has_ended(seed):
 
 
 @pytest.mark.parametrize(("columns", "instruction"), [(4096, "LDG.E.128"), (4098, "LDG.E"), (4097, "LDG.E.U16")])
+@pytest.mark.product(keep=1)
 def test_all_loads_of_a_token_are_under_way_together(columns, instruction):
     step = step_of(torch.empty(16, columns, dtype=torch.bfloat16), 8)
     assert not spilled(step.kernel.cubin)

@@ -53,6 +53,7 @@ def test_a_cute_kernel_runs_through_its_own_host_code(capsys):
         ("sm80/64x64x64/w32x32/s3/g8", 64, ("cp.async", 2 * 64 * 64 * 2), ("global write", 64 * 64 * 2)),
     ],
 )
+@pytest.mark.product(keep=1)
 def test_bytes_and_intensity_are_those_of_the_tiles(config, size, loaded, stored, capsys):
     assert main(["--shape", str(size), "--config", config]) == 0
     text = capsys.readouterr().out
@@ -124,6 +125,7 @@ def test_a_ptx_file_that_is_none_is_refused(text, tmp_path, capsys):
         ["--arch", "sm_80", "--config", "sm80/32x32x64/w16x16/s2", "--out-dtype", "bf16"],
     ],
 )
+@pytest.mark.product(keep=1)
 def test_products_of_int8_run(options, capsys):
     assert main(["--dtype", "int8", "--shape", "40x24x48", *options]) == 0
     assert "right" in capsys.readouterr().out

@@ -175,7 +175,7 @@ THREE = (
 
 @pytest.mark.parametrize("constant", ["b", "a"])
 @pytest.mark.parametrize(("config", "given"), CASES)
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_a_kept_promise(config, given, constant, seed):
     launch = Launch(config, constant, seed, **given)
     assert launch.kernel.signature.constant == constant
@@ -190,6 +190,7 @@ def test_which_of_these_go_through_the_ring(seed):
 
 
 @pytest.mark.parametrize(("config", "given"), THREE)
+@pytest.mark.product(keep=1)
 def test_a_broken_promise_multiplies_old_values(config, given, seed):
     launch = Launch(config, "b", seed, **given)
     got = launch.run(written=launch.everything())
@@ -198,6 +199,7 @@ def test_a_broken_promise_multiplies_old_values(config, given, seed):
 
 
 @pytest.mark.parametrize(("config", "given"), THREE)
+@pytest.mark.product(keep=1)
 def test_without_a_promise_nothing_is_read_early(config, given, seed):
     launch = Launch(config, "", seed, **given)
     assert same(launch.run(written=launch.everything()), launch.run(later=launch.everything()))
@@ -205,6 +207,7 @@ def test_without_a_promise_nothing_is_read_early(config, given, seed):
 
 @pytest.mark.parametrize("constant", ["b", "a"])
 @pytest.mark.parametrize(("config", "given"), THREE)
+@pytest.mark.product(keep=2)
 def test_what_was_not_promised_is_reported(config, given, constant, seed):
     launch = Launch(config, constant, seed, **given)
     with pytest.raises(
@@ -214,6 +217,7 @@ def test_what_was_not_promised_is_reported(config, given, constant, seed):
 
 
 @pytest.mark.parametrize("recipe", ["rows", "blocks"])
+@pytest.mark.product(keep=1)
 def test_calls_run_by_the_emulator_know_the_promise(recipe, monkeypatch, capsys, seed):
     """A transposing copy of an operand of 8 bits, which the kernel in front makes, is not constant."""
     monkeypatch.setenv("CUTEGEMM_ARCH", "H200")

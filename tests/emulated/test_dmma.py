@@ -29,7 +29,7 @@ FULL = Epilogue(c_dtype="fp64", bias_dtype="fp64")
 @pytest.mark.parametrize("majors", MAJORS)
 @pytest.mark.parametrize("shape", [(72, 40, 70), (67, 45, 35)], ids=["aligned", "odd"])
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_integers_below_2_to_the_53_are_exact(config, shape, majors, seed):
     case = Case.random(*shape, "fp64", seed=seed, majors=majors, pad=seed % 3)
     generator = torch.Generator().manual_seed(seed)
@@ -51,6 +51,7 @@ def test_integers_below_2_to_the_53_are_exact(config, shape, majors, seed):
     ],
     ids=["terms", "batch", "bias"],
 )
+@pytest.mark.product(keep=1)
 def test_the_terms_are_computed_in_fp64(options, seed):
     Case.random(40, 37, 50, "fp64", seed=seed, **options).run(backend="cute", config=CONFIGS[0])
 
@@ -71,6 +72,7 @@ def test_gradients_through_the_kernels(seed):
 
 
 @pytest.mark.parametrize(("target", "name"), [("sm_90a", "DMMA.16"), ("sm_80", "DMMA.884")])
+@pytest.mark.product(keep=1)
 def test_what_the_rule_accepts_has_the_instruction_and_no_spills(target, name, seed):
     rng, gpu = random.Random(seed), arch.get(target)
     problem = Problem.of(510, 512, 513, "fp64", majors=rng.choice(MAJORS), epilogue=FULL)

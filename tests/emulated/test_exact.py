@@ -41,7 +41,7 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", HOPPER)
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_hopper(name, seed):
     """2 to 10 tiles of 2000 to 3000 products an element, K ragged."""
     problem = exact.case(72, 136, 2000 + 8 * (seed % 128), "bf16", seed=seed)
@@ -49,7 +49,7 @@ def test_hopper(name, seed):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=2)
 def test_other_families(name, seed):
     config, dtype, options = OTHERS[name]
     problem = exact.case(72, 40, 1000 + 4 * (seed % 256), dtype, seed=seed, **options)
@@ -57,7 +57,7 @@ def test_other_families(name, seed):
 
 
 @pytest.mark.parametrize("rung", RUNGS)
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_ladder(rung, seed):
     problem = exact.case(36, 40, 500 + seed % 100, RUNGS[rung].dtypes[0], seed=seed, majors="tt")
     exact.run(problem, backend="legacy", config=rung)

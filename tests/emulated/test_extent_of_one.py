@@ -21,7 +21,7 @@ def hopper(monkeypatch):
 @pytest.mark.parametrize("majors", ["tt", "nn"])
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES, ids=str)
 @pytest.mark.parametrize(("config", "dtype"), [(SM80, "bf16"), (SIMT, "fp32")])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_without_tma(m, n, k, config, dtype, majors, seed):
     epilogue = {"c": True, "beta": 0.5, "bias": True}
     Case.random(m, n, k, dtype, seed=seed, majors=majors, **epilogue).run(backend="cute", config=config)
@@ -34,7 +34,7 @@ def test_without_tma(m, n, k, config, dtype, majors, seed):
 @pytest.mark.parametrize(
     "options", [{"c": True, "beta": 0.5, "bias": True, "activation": "relu"}, {"batch": 3}], ids=str
 )
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_tma_loads_what_is_contiguous(m, n, k, majors, options, seed):
     """Before, a column counted as rows of one element, which TMA cannot load."""
     Case.random(m, n, k, "bf16", seed=seed, majors=majors, **options).run(backend="cute", config=SM90)
@@ -45,14 +45,14 @@ def test_tma_loads_what_is_contiguous(m, n, k, majors, options, seed):
 @pytest.mark.parametrize(
     "layout", [{"pad": 8}, {"pad": 3, "offset": 1}, {"batch": 2, "pad": 8}, {"batch": 2, "offset": 8}], ids=str
 )
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_columns_of_wider_matrices(m, n, k, config, dtype, layout, seed):
     Case.random(m, n, k, dtype, seed=seed, majors="tt", **layout).run(backend="cute", config=config)
 
 
 @pytest.mark.parametrize("config", [SM90, SM80])
 @pytest.mark.parametrize("out", ["contiguous", "column of a matrix", "row of a matrix"])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_results_of_one_column(out, config, seed):
     wide = torch.zeros(72, 5, dtype=torch.bfloat16)
     into = {

@@ -46,12 +46,13 @@ def hopper(monkeypatch):
         ("64x64x128/coop1/c1x1/s3/g8/swap", {"recipes": ROWS, "out_dtype": torch.float8_e4m3fn, **FAST}),
     ],
 )  # fmt: skip
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_scaled_products(config, given, seed):
     check(M, N, K, seed=seed, backend="cute", config=f"sm90/{config}", **given)
 
 
 @pytest.mark.parametrize("dtype", ["e4m3", "int8"])
+@pytest.mark.product(keep=1)
 def test_a_ring_that_is_no_multiple_of_the_swizzle(dtype, seed):
     """Three stages of 3584 bytes: TMA read the staging buffers behind them as its swizzle has the next 512 bytes."""
     config = "sm90/64x48x32/coop1/c1x1/s3/row/swap"
@@ -83,7 +84,7 @@ def test_a_ring_that_is_no_multiple_of_the_swizzle(dtype, seed):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.product(keep=5)
+@pytest.mark.product(keep=2)
 def test_sums_that_are_promoted_by_halves(config, given, whole, seed, monkeypatch):
     """Three SMs, so that a CTA has several tiles and walks K both ways. A whole product is exact."""
     gpu_of(3, monkeypatch, "H200")
@@ -93,7 +94,7 @@ def test_sums_that_are_promoted_by_halves(config, given, whole, seed, monkeypatc
 
 @pytest.mark.parametrize("config", ["128x96x128/coop2/c1x1/s3/g8/zig", "256x64x128/coop2/c2x1/s3/serp8/streamk/pdl"])
 @pytest.mark.parametrize("recipes", [BLOCKS, ROWS])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_halves_give_the_bits_of_whole_tiles(config, recipes, seed, monkeypatch):
     """Whatever the strides of the scales: they are multiplied, and partial sums added, in the same order."""
     gpu_of(4, monkeypatch, "H200")
@@ -113,7 +114,7 @@ def test_halves_give_the_bits_of_whole_tiles(config, recipes, seed, monkeypatch)
 @pytest.mark.parametrize("config", ["256x64x128/coop2/c1x1/s3/g8/half", "128x96x128/coop2/c2x1/s3/g8/zig/streamk/half"])
 @pytest.mark.parametrize(("gating", "recipes"), [("pairs", BLOCKS), ("pairs", ROWS), ("halves", ROWS)])
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_gate_and_up_of_sums_promoted_by_halves(config, gating, recipes, whole, seed):
     check(M, 204, 700, whole=whole, recipes=recipes, gating=gating, seed=seed, backend="cute", config=f"sm90/{config}")
 
@@ -152,7 +153,7 @@ def test_gate_and_up_of_sums_promoted_by_halves(config, gating, recipes, whole, 
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_gate_and_up_behind_scales_of_blocks(config, f, given, whole, seed):
     given = {"m": M, "k": K, "recipes": BLOCKS, "gating": "halves", **given}
     check(given.pop("m"), f, given.pop("k"), whole=whole, seed=seed, backend="cute", config=f"sm90/{config}", **given)
@@ -160,14 +161,14 @@ def test_gate_and_up_behind_scales_of_blocks(config, f, given, whole, seed):
 
 @pytest.mark.parametrize("m", [1, 40, 300])
 @pytest.mark.parametrize("gating", ["halves", "pairs"])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_the_choice_serves_gate_and_up_behind_scales_of_blocks(m, gating, seed):
     check(m, 200, K, whole=True, recipes=BLOCKS, gating=gating, seed=seed, backend="cute")
 
 
 @pytest.mark.parametrize("recipes", [ROWS, BLOCKS, ("tensor", "tensor")])
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_the_choice_serves_few_rows_of_gate_and_up(recipes, whole, seed):
     """In swapped tiles, of which the last hold parts of gate and up alone."""
     check(3, 200, K, whole=whole, recipes=recipes, gating="halves", seed=seed, backend="cute")
@@ -181,6 +182,7 @@ def test_the_choice_serves_gate_and_up_with_results_of_one_byte(recipes, seed):
 
 
 @pytest.mark.parametrize("recipes", [ROWS, BLOCKS])
+@pytest.mark.product(keep=1)
 def test_a_matrix_operand_beside_scales(recipes, seed, monkeypatch):
     """Several tiles a CTA, so that stages are filled again behind an epilogue."""
     gpu_of(2, monkeypatch, "H200")
@@ -196,7 +198,7 @@ def test_a_matrix_operand_beside_scales(recipes, seed, monkeypatch):
         "64x64x128/coop1/c1x1/s3/g8/streamk", "64x64x64/pp/c1x1/s3/g8/slab",
     ],
 )  # fmt: skip
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_sums_of_int8_are_exact(config, seed):
     check(M, N, K, a="int8", recipes=WHOLE, seed=seed, backend="cute", config=f"sm90/{config}")
 

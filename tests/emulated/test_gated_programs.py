@@ -117,7 +117,7 @@ def check_exact(
         ("sm90/128x48x64/coop2/c1x1/s3/row", {"gating": "pairs", "m": 70, "f": 36, "majors": "tt", "batch": 2}),
     ],
 )
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_hopper_is_exact(config, options, seed, monkeypatch):
     """On 4 SMs: persistent CTAs compute several tiles, and stream-K cuts some."""
     gpu_of(4, monkeypatch)
@@ -136,7 +136,7 @@ def test_hopper_is_exact(config, options, seed, monkeypatch):
         ("simt/32x32x64/w32x32/s3/g8/x4", {"m": 40, "f": 34}),
     ],
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_the_other_families_are_exact(config, options, seed):
     simt = {"dtype": FP32, "out_dtype": FP32, "precision": "ieee"} if config.startswith("simt") else {}
     check_exact(config, **options, **simt, seed=seed)
@@ -156,7 +156,7 @@ def test_the_other_families_are_exact(config, options, seed):
     ],
     ids=str,
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_the_choice_serves_any_shape(options, seed):
     check_exact(None, **options, seed=seed)
 
@@ -210,7 +210,7 @@ def swiglu_of(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, precisio
         ("simt/32x64x16/w16x32/s3/g8", FP32, "ieee"),
     ],
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_swiglu_stays_within_its_bound(config, dtype, precision, seed):
     generator = torch.Generator().manual_seed(seed)
     a = torch.randn(40, 136, generator=generator).to(dtype)

@@ -52,7 +52,7 @@ CONFIGS = [
 
 @pytest.mark.parametrize(("work", "config", "majors"), CONFIGS)
 @pytest.mark.parametrize("integers", [False, True])
-@pytest.mark.product(keep=6)
+@pytest.mark.product(keep=2)
 def test_groups_of_any_sizes(work, config, majors, integers, seed):
     """The contiguous extents of operands are multiples of 8."""
     rng = random.Random(seed)
@@ -74,7 +74,7 @@ def test_groups_of_any_sizes(work, config, majors, integers, seed):
         (RAGGED_K, "128x144x64/coop2/c1x1/s2/g2", "nt", 1, (128, 432, 0)),
     ],
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_a_cluster_that_the_waves_do_not_need_computes_nothing(work, config, majors, ctas, extents, seed, monkeypatch):
     """Thirty tiles on 16 clusters take two waves, and so they do on 15: as many bytes are loaded as by one cluster."""
     sizes = [80, 40, 0, 160, 80, 1, 80, 81, 79]  # ten tiles of 80 rows
@@ -113,7 +113,7 @@ def test_a_cluster_that_the_waves_do_not_need_computes_nothing(work, config, maj
         (RAGGED_N, "nt", "128x96x32/coop2/c1x2/s2/hilbert/slab/pdl"),
     ],
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_groups_within_contiguous_rows(work, majors, config, seed):
     """TMA cannot begin at any element of a contiguous row, so the operand that groups divide is copied along K."""
     case = GroupCase.random(work, [1, 2, 17, 0, 5], 40, 72, 40, majors=majors, seed=seed)
@@ -132,7 +132,7 @@ def test_a_box_begins_at_16_bytes(monkeypatch):
 
 
 @pytest.mark.parametrize("work", [RAGGED_M, RAGGED_K, MASKED])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_sizes_that_nobody_should_pass_write_nothing_outside(work, seed):
     """Descending, negative, too large: the emulator finds accesses outside of the tensors, `run` wrong elements."""
     rng = random.Random(seed)
@@ -146,6 +146,7 @@ def test_sizes_that_nobody_should_pass_write_nothing_outside(work, seed):
 
 
 @pytest.mark.parametrize("groups", [33, 1024])
+@pytest.mark.product(keep=1)
 def test_many_groups(groups, seed):
     """More of them than a warp has lanes: works are found behind runs of empty groups too."""
     sizes = [0] * groups
@@ -157,6 +158,7 @@ def test_many_groups(groups, seed):
 
 
 @pytest.mark.parametrize("groups", [1, 2, 70])
+@pytest.mark.product(keep=1)
 def test_ping_pong_looks_for_the_other_warpgroups_work_in_any_number_of_groups(groups, seed):
     """A group a tile: one work, two, and more than a warp has lanes, with long and empty groups in turn."""
     rng = random.Random(seed)
@@ -191,6 +193,7 @@ def test_nothing_to_sum(seed):
     ],
     ids=str,
 )
+@pytest.mark.product(keep=2)
 def test_operands_without_elements(a, b):
     """As torch lays them out; the last is a product of groups of K without rows."""
     x = torch.empty(*a).bfloat16() if a[0] else torch.empty(a[1], 0).bfloat16().t()
@@ -236,7 +239,7 @@ def test_the_last_row_of_a_packed_copy_is_gathered(k, seed):
 
 @pytest.mark.parametrize("config", ["128x64x64/coop2/c1x1/s3/g2", "128x32x64/coop1/c1x1/s3/g2/swap"])
 @pytest.mark.parametrize("work", [RAGGED_M, GATHERED])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_gate_and_up_of_stacked_weights(work, config, seed):
     generator = torch.Generator().manual_seed(seed)
     case = GroupCase.random(work, [70, 0, 3, 55], 0, 144, 72, majors="tt", seed=seed)
@@ -292,6 +295,7 @@ def test_gradients_by_the_kernels(seed):
         ("64x96x64/coop1/c1x1", [97, 150, 96, 1, 200], [64, 64, 80, 80, 96, 64, 80, 80, 80]),
     ],
 )
+@pytest.mark.product(keep=1)
 def test_fitted_tiles_divide_a_group_evenly_and_are_as_narrow_as_its_rows_allow(
     config, sizes, widths, seed, monkeypatch
 ):
@@ -312,6 +316,7 @@ def test_fitted_tiles_divide_a_group_evenly_and_are_as_narrow_as_its_rows_allow(
 @pytest.mark.parametrize(
     ("config", "k"), [("64x48x32/pp/c1x1/s2/g2/swap/fit", 96), ("128x48x32/coop2/c1x1/s2/g2/swap/fit", 64)]
 )
+@pytest.mark.product(keep=1)
 def test_operands_of_tiles_of_two_widths_lie_apart(config, k, seed, monkeypatch):
     """A warpgroup is still at a tile of 48 rows when the other one begins with the next, of 20: a number for each row
     lies in shared memory.

@@ -45,7 +45,7 @@ def count(config: str, work: str, sizes: list[int], across: int) -> int:
 
 @pytest.mark.parametrize(("work", "config", "majors", "ctas"), CONFIGS)
 @pytest.mark.parametrize("integers", [True, False])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_groups_of_any_sizes(work, config, majors, ctas, integers, seed, monkeypatch):
     """A number of clusters that leaves tiles over, which are cut into two parts or three."""
     rng, config = random.Random(seed), f"sm90/{config}"
@@ -113,6 +113,7 @@ def test_the_same_bits_whoever_comes_last(seed, monkeypatch):
 
 
 @pytest.mark.parametrize("work", [RAGGED_M, MASKED])
+@pytest.mark.product(keep=1)
 def test_sizes_that_nobody_should_pass_write_nothing_outside(work, seed, monkeypatch):
     gpu_of(2, monkeypatch)
     rng = random.Random(seed)

@@ -22,7 +22,7 @@ SEEDS = range(3)
 @pytest.mark.parametrize("timing", SEEDS)
 @pytest.mark.parametrize("cluster", ["1x1", "2x1", "1x2", "2x2", "4x1", "1x4"])
 @pytest.mark.parametrize("schedule", ["coop2", "pp"])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_schedules_and_clusters(schedule, cluster, timing, run):
     """Ragged on every side, several tiles a CTA, k tiles that do not divide the ring."""
     bm = 128 if schedule == "coop2" else 64
@@ -32,14 +32,14 @@ def test_schedules_and_clusters(schedule, cluster, timing, run):
 @pytest.mark.parametrize("majors", MAJORS)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("config", ["64x64x64/coop1/c4x1/s3/hilbert", "64x32x32/pp/c1x1/s4/g2"])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_majors(config, dtype, majors, run):
     run(config, (200, 136, 168), dtype, majors=majors)
 
 
 @pytest.mark.parametrize(("option", "shape"), [("", (200, 168, 72)), ("/once", (136, 72, 72))])
 @pytest.mark.parametrize("order", ["row", "col", "g2", "serp3", "hilbert"])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_orders(order, option, shape, run):
     run(f"64x16x64/coop1/c1x1/s3/{order}{option}", shape)
 
@@ -56,7 +56,7 @@ def test_orders(order, option, shape, run):
     ],
 )
 @pytest.mark.parametrize("majors", ["tn", "nt"])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_tiles(config, shape, majors, run):
     """Blocks of rows a warpgroup, every width of a swizzle, ring depths."""
     run(config, shape, majors=majors)
@@ -64,7 +64,7 @@ def test_tiles(config, shape, majors, run):
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (8, 1, 8), (1, 1, 8), (65, 8, 56), (7, 264, 24), (63, 65, 64)])
 @pytest.mark.parametrize("config", ["64x64x64/coop1/c1x1/s4/row", "64x32x64/pp/c2x1/s2/row"])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_small_problems(config, shape, run):
     run(config, shape)
 
@@ -92,7 +92,7 @@ def test_nothing_to_sum(config, terms, run):
     ],
     ids=["alpha", "silu", "c", "bias-relu", "c-bias-gelu", "fp32"],
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_epilogues(schedule, epilogue, run):
     run(schedule, (136, 104, 72), **epilogue)
 
@@ -124,7 +124,7 @@ def test_epilogues(schedule, epilogue, run):
     ],
     ids=["c", "c-bias-gelu", "fp32", "c32", "c32-bias32-fp32", "turned-c", "row-c", "turned"],
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_c_and_bias_meet_the_accumulators(config, out, options, run, seed):
     """C through the staging buffers (16 bits), as fragments (fp32) or by the slab; a bias along either axis."""
     generator = torch.Generator().manual_seed(seed)
@@ -156,7 +156,7 @@ def test_c_and_bias_meet_the_accumulators(config, out, options, run, seed):
         ("128x144x64/coop2/c1x1x2/s3/row/swap/pdl", (144, 128, 136), "nn"),
     ],
 )
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_wide_swapped_tiles(config, shape, majors, run):
     """One tile holds 129 to 256 rows of D, of which those beyond M are not stored."""
     run(config, shape, majors=majors)
@@ -277,7 +277,7 @@ def test_swapped_operands_with_the_whole_epilogue(config, run):
     ],
 )
 @pytest.mark.parametrize("with_c", [False, True])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_split_k(config, shape, with_c, timing, run):
     if with_c:
         run(config, (72, 40, 72), timing=timing, batch=2, c=True, beta=0.5)

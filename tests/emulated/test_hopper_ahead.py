@@ -60,12 +60,13 @@ def check(text: str, config: str, shape: tuple[int, int, int], out: torch.dtype 
 @pytest.mark.parametrize("shape", [(330, 200, 200), (200, 264, 40)], ids=["deep", "one k tile"])
 @pytest.mark.parametrize("config", COOPERATIVE)
 @pytest.mark.parametrize("text", [ONE, TWO, ROTATED, REDUCED])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_operands_through_the_ring(text, config, shape):
     check(text, config, shape)
 
 
 @pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.product(keep=1)
 def test_a_ring_with_fewer_stages_than_a_step_of_the_epilogue_reads(stages):
     """A stage holds one box here, and a step reads one of each operand: all of them at once."""
     check(THREE, f"64x128x32/coop1/c1x1/s{stages}/row", (200, 136, 72))
@@ -81,19 +82,21 @@ def test_operands_through_the_ring_of_ping_pong(text, config, shape):
 
 @pytest.mark.parametrize("shape", [(330, 200, 200), (200, 264, 40)], ids=["deep", "one k tile"])
 @pytest.mark.parametrize("config", ["128x64x64/coop2/c1x1/s3/row", "128x192x64/coop2/c1x2/s3/g2/zig", PING_PONG[0]])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_columns_that_repeat(config, shape):
     """A tile may be wider than the period, or begin in its middle."""
     check(HEADS, config, shape)
 
 
 @pytest.mark.parametrize("config", SWAPPED)
+@pytest.mark.product(keep=1)
 def test_columns_that_repeat_with_swapped_operands(config):
     check(SWAPPED_HEADS, config, (330, 200, 136))
 
 
 @pytest.mark.parametrize("config", ["128x64x64/coop2/c1x1/s3/row", "128x48x64/coop2/c1x1/s3/row"])
 @pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
+@pytest.mark.product(keep=2)
 def test_columns_that_repeat_of_several_widths(config, out):
     check(WIDE_HEADS, config, (200, 136, 72), out)
 
@@ -126,7 +129,7 @@ def test_ping_pong_loads_a_lone_operand_and_those_of_small_tiles_itself(text, ti
 
 @pytest.mark.parametrize("config", SWAPPED)
 @pytest.mark.parametrize("text", [ONE, TWO, REDUCED])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_swapped_operands(text, config):
     check(text, config, (330, 200, 136))
 
@@ -134,14 +137,14 @@ def test_swapped_operands(text, config):
 @pytest.mark.parametrize(
     "config", ["128x128x64/coop2/c1x1/s3/row", "64x128x64/coop1/c2x1/s3/row", "128x64x64/coop1/c1x1/s3/row/swap"]
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_gate_and_up(config):
     check(GATED, config, (200, 272, 72))
 
 
 @pytest.mark.parametrize("config", ["128x64x64/coop2/c1x1/s3/row", "128x160x64/pp/c1x1/s4/row"])
 @pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_those_as_wide_as_the_result_and_others(config, out):
     check(WIDE, config, (200, 136, 72), out)
 
@@ -154,7 +157,7 @@ NARROWER = [
 
 @pytest.mark.parametrize("config", NARROWER)
 @pytest.mark.parametrize("text", [TWO, ROTATED, REDUCED, HEADS, GATED])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_16_bit_operands_of_a_result_in_fp32(text, config):
     """Rows of their boxes are half as long as those of D's, and swizzled otherwise."""
     check(text, config, (330, 200 if text is not HEADS else 320, 136), torch.float32)

@@ -19,7 +19,7 @@ SMS = 8
     "cluster", ["1x1x2", "2x1x2", "1x2x2", "1x1x4", "2x1x4", "1x2x4", "2x2x2", "4x1x2", "1x4x2", "1x1x8"]
 )
 @pytest.mark.parametrize("timing", range(2))
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_clusters(cluster, split, timing, run):
     """Ragged on every side, parts of different lengths, rings that go round."""
     run(f"64x32x64/coop1/c{cluster}/s2/serp2{split}", (136, 72, 712), timing=timing)
@@ -50,13 +50,13 @@ def test_tiles(config, majors, run):
 
 @pytest.mark.parametrize("k", [0, 8, 72, 200])
 @pytest.mark.parametrize("config", ["64x64x64/coop1/c2x1x2/s3/g2", "64x32x64/coop1/c1x1x4/s3/g2/k2"])
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=2)
 def test_more_parts_than_k_tiles(config, k, run):
     run(config, (136, 72, k), pad=8, bias=True, alpha=2.0)
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (8, 1, 8), (1, 1, 8), (65, 8, 56), (7, 264, 24)])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_small_problems(shape, run):
     run("64x64x64/coop1/c1x2x2/s4/row", shape)
 
@@ -71,7 +71,7 @@ def test_small_problems(shape, run):
     ],
 )
 @pytest.mark.parametrize("case", ["whole", "fp32", "turned", "ragged"])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_epilogues(config, case, run, seed):
     """C in any strides, a bias along either axis, every way to store D."""
     shape = (136, 104, 200)

@@ -35,14 +35,14 @@ CONFIGS = {
 
 @pytest.mark.parametrize("majors", ["tn", "tt"])
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_products(config, majors, run):
     m, n = CONFIGS[config]
     run(config, (m, n, 200), "bf16" if majors == "tn" else "fp16", majors=majors)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_integers_are_exact(config, seed):
     """Sums of up to 200 products of -1, 0 and 1, which bfloat16 holds."""
     (m, n), generator = CONFIGS[config], torch.Generator().manual_seed(seed)
@@ -55,7 +55,7 @@ def test_integers_are_exact(config, seed):
     {"bias": True, "activation": "gelu"}, {"alpha": -0.5, "activation": "silu"}, {"out_dtype": torch.float16},
 ])  # fmt: skip
 @pytest.mark.parametrize("config", list(CONFIGS)[2:6])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_epilogues(config, epilogue, run):
     m, n = CONFIGS[config]
     run(config, (m, n, 136), **epilogue)

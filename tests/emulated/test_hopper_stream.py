@@ -20,7 +20,7 @@ pytest.importorskip("llvmlite")
 
 @pytest.mark.parametrize("sms", [3, 4, 5, 11])
 @pytest.mark.parametrize("config", ["64x64x64/coop1/c1x1/s3/row/streamk", "128x32x64/coop2/c1x1/s3/serp2/zig/streamk"])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_tiles_that_fill_no_wave(config, sms, seed, monkeypatch):
     """35 and 36 tiles on 3 to 11 SMs: none, one and several left over; ragged on every side."""
     gpu_of(sms, monkeypatch)

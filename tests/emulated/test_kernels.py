@@ -31,7 +31,7 @@ def options(dtype: str, precision: str) -> dict[str, str]:
 @pytest.mark.parametrize("majors", MAJORS)
 @pytest.mark.parametrize("shape", [ALIGNED, ODD], ids=["aligned", "odd"])
 @pytest.mark.parametrize(("dtype", "precision"), CUTE)
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=2)
 def test_cute(dtype, precision, majors, shape, seed):
     case = Case.random(*shape, dtype, seed=seed, majors=majors, **options(dtype, precision))
     case.run(backend="cute", config=CONFIGS[dtype, precision])
@@ -39,7 +39,7 @@ def test_cute(dtype, precision, majors, shape, seed):
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 64, 40), (33, 1, 7)])
 @pytest.mark.parametrize(("dtype", "precision"), CUTE)
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_cute_default_configuration_of_tiny_problems(dtype, precision, shape, seed):
     Case.random(*shape, dtype, seed=seed, **options(dtype, precision)).run(backend="cute")
 
@@ -55,7 +55,7 @@ def test_cute_default_configuration_of_tiny_problems(dtype, precision, shape, se
     ],
     ids=["c", "bias-relu", "c-bias-gelu", "fp32-silu"],
 )
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_cute_epilogues(dtype, precision, epilogue, seed):
     Case.random(40, 72, 48, dtype, seed=seed, **options(dtype, precision), **epilogue).run(backend="cute")
 
@@ -69,7 +69,7 @@ def test_cute_batches_and_padded_rows(majors, seed):
 
 @pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("config", ["simt/64x64x8/w32x32/s2/g8", "sm90/64x64x64/coop1/c1x1/s3/row"])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_activations_of_every_size_of_number(activation, config):
     """K = 1 and A = 1: what is activated is B itself. The factor of z is right to a few units, for any z."""
     spread = torch.logspace(-37, 38, 752)

@@ -38,7 +38,7 @@ FULL = {"bias": True, "activation": "silu", "alpha": -0.5}
         ("H200", "64x64x128/w32x32/s3/g8", {"recipes": ROWS, "b": "e5m2", "majors": "nt", "gaps": (5, 3)}),
     ],
 )  # fmt: skip
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_scaled_products(target, config, given, seed, monkeypatch):
     monkeypatch.setenv("CUTEGEMM_ARCH", target)
     check(M, N, K, seed=seed, backend="cute", config=f"sm80/{config}", **given)
@@ -66,7 +66,7 @@ def test_a_sum_that_uses_all_of_int32(monkeypatch):
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "H200"])
 @pytest.mark.parametrize("half", [0, 1])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_what_the_rule_allows_compiles_and_is_right(half, target, monkeypatch):
     """Random products by random configurations: right where the rule of validity says so, else refused by it."""
     monkeypatch.setenv("CUTEGEMM_ARCH", target)

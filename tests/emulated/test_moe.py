@@ -102,6 +102,7 @@ def test_a_gradient_that_is_lazily_negated(seed):
 
 
 @pytest.mark.parametrize(("scaling", "other"), [("rows", False), ("blocks", False), ("rows", True), ("blocks", True)])
+@pytest.mark.product(keep=2)
 def test_experts_in_8_bits_by_the_kernels(scaling, other, seed):
     """Sums of such integers are exact, and what is quantized in between is the same."""
     generator = torch.Generator().manual_seed(seed)
@@ -129,7 +130,7 @@ def test_experts_in_8_bits_by_the_kernels(scaling, other, seed):
 @pytest.mark.parametrize(
     ("dtype", "width", "hidden"), [(torch.float32, 33, 21), (torch.bfloat16, 33, 21), (torch.float16, 40, 17)]
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_every_width_and_float32_run_by_kernels(capability, dtype, width, hidden, monkeypatch, seed):
     """Also on GPUs without TMA, forward and backward: nothing goes to torch, which would wait for the sizes."""
     monkeypatch.setenv("CUTEGEMM_ARCH", capability)

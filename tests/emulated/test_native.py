@@ -55,6 +55,7 @@ def operand(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", ["TMA", "C and bias", "swapped", "K split"])
+@pytest.mark.product(keep=2)
 def test_both_ways_ask_for_one_launch(case, monkeypatch):
     monkeypatch.setenv("CUTEGEMM_WINNERS", "off")
     # Of float32 no cluster along K does what split-K does.
@@ -100,6 +101,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("case", KINDS)
+@pytest.mark.product(keep=2)
 def test_both_ways_ask_for_one_launch_of_other_kinds(case, monkeypatch):
     monkeypatch.setenv("CUTEGEMM_WINNERS", "off")
     taken = []

@@ -33,14 +33,14 @@ EVERYTHING = (
         (SM80, "fp16", "nt", (67, 45, 83)), (SM80, "bf16", "nn", (33, 35, 97)),
     ],
 )  # fmt: skip
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_majors_and_alignment(config, dtype, majors, shape, seed):
     exact.run(exact.case(*shape, dtype, seed=seed, majors=majors), backend="cute", config=config)
     Case.random(*shape, dtype, seed=seed, majors=majors).run(backend="cute", config=config)
 
 
 @pytest.mark.parametrize("k", [0, 1, 8, 9, 17])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_fewer_k_tiles_than_splits(k, seed):
     """Some parts of the sum are then of nothing."""
     options = {"c": True, "beta": 2.0, "bias": True, "activation": "silu", "batch": 3, "pad": 3, "offset": 1}
@@ -60,7 +60,7 @@ def test_results_and_reductions_of_programs(config):
 
 @pytest.mark.parametrize(("config", "dtype"), [(SLICED, torch.float32), (SM80, torch.bfloat16)])
 @pytest.mark.parametrize("gated", [ops.swiglu, ops.swiglu_pairs])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_gated_programs(config, dtype, gated):
     generator = torch.Generator().manual_seed(1)
     a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in ((36, 64), (64, 80)))
@@ -93,6 +93,7 @@ def test_the_parts_are_added_in_their_order_whoever_comes_last(monkeypatch):
 
 
 @pytest.mark.parametrize("abandoned", [False, True])
+@pytest.mark.product(keep=1)
 def test_more_parts_than_a_state_word_has_slices(abandoned, monkeypatch, seed):
     """The first 32 splits add up all parts; the others leave, and the last to arrive takes what was abandoned."""
     if abandoned:

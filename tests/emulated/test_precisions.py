@@ -57,7 +57,7 @@ def computed(a: torch.Tensor, b: torch.Tensor, precision: str, config: str = SMA
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_layouts_and_forms(precision, config, options, seed):
     """Every major and alignment, batches, clusters, swapped operands, divided K, epilogues; ragged on every side."""
     case = Case.random(137, 107, 91, "fp32", seed=seed, precision=precision, **options)
@@ -65,7 +65,7 @@ def test_layouts_and_forms(precision, config, options, seed):
 
 
 @pytest.mark.parametrize("k", [20, 1, 0])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_one_matrix_serves_a_batch_and_strides_that_nothing_reads(k, seed):
     """B is split once for all of the batch; an A without a unit stride is copied first; K = 0 and K = 1."""
     generator = torch.Generator().manual_seed(seed)
@@ -91,7 +91,7 @@ def test_a_program_with_gate_and_up(seed):
 
 
 @pytest.mark.parametrize("kind", INPUTS)
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_error_is_below_that_of_sgemm(kind, seed):
     """Relative to |A||B|, beside a sum of fused multiply-adds in the order of K; and the bound holds with its interval.
 
@@ -114,7 +114,7 @@ def test_error_is_below_that_of_sgemm(kind, seed):
     ("config", "way"), [(SMALL, "compensated"), (f"{SMALL}/k2", "compensated, 2 parts of K"), (PLAIN, "plain")]
 )
 @pytest.mark.parametrize("precision", ["tf32x3", "bf16x6"])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_the_model_of_the_sums_has_the_bits(precision, config, way, seed):
     """`tuning.part_sums`, on which docs/precision.md relies for a long K, beside the kernel."""
     for kind in ("normal", "exponents"):
@@ -133,7 +133,7 @@ def test_compensated_sums_of_a_long_k_err_less(seed):
 
 @pytest.mark.parametrize("precision", ["tf32x3", "bf16x6"])
 @pytest.mark.parametrize("config", [SMALL, PLAIN, MMA])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_an_infinity_stays_one(config, precision):
     """Whatever k tiles follow the one with the infinity; and a NaN stays one."""
     a, b = torch.ones(3, 160), torch.ones(24, 160).mT
@@ -145,7 +145,7 @@ def test_an_infinity_stays_one(config, precision):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("config", [SMALL, MMA])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_integers_are_exact(precision, config, seed):
     """Below 2^24: long integers times powers of two, products of parts that only all terms give, and sums.
 
@@ -169,7 +169,7 @@ def test_integers_are_exact(precision, config, seed):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("config", [SMALL, MMA])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_ends_of_the_range(precision, config):
     """The largest numbers are split without an overflow; the smallest keep what their parts can hold; Inf and NaN."""
     largest, tiny = torch.finfo(torch.float32).max, 2.0**-149

@@ -54,7 +54,7 @@ def expected(a: torch.Tensor, b: torch.Tensor, precision: str) -> reference.Expe
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_layouts_and_forms(target, precision, config, options, seed, monkeypatch):
     """Every major and alignment, batches, divided K, epilogues, on each GPU; ragged on every side."""
     monkeypatch.setenv("CUTEGEMM_ARCH", target)
@@ -102,7 +102,7 @@ def test_programs_and_gradients(seed, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", INPUTS)
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_error_beside_sgemm(kind, seed, monkeypatch):
     """Largest and root mean square relative to |A||B|, beside a sum of fused multiply-adds in the order of K.
 
@@ -123,7 +123,7 @@ def test_error_beside_sgemm(kind, seed, monkeypatch):
 
 @pytest.mark.parametrize("target", ["sm_80", "H200"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_the_model_of_the_sums_has_the_bits(precision, target, seed, monkeypatch):
     """`tuning.part_sums`, with one promotion a k tile and its smallest products first."""
     monkeypatch.setenv("CUTEGEMM_ARCH", target)
@@ -134,7 +134,7 @@ def test_the_model_of_the_sums_has_the_bits(precision, target, seed, monkeypatch
 
 
 @pytest.mark.parametrize("target", ["sm_80", "A6000", "sm_89", "H200"])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_what_the_rule_allows_is_right(target, seed, monkeypatch):
     """Random configurations of the tuner's space: those that the rule of validity takes compile and are right."""
     monkeypatch.setenv("CUTEGEMM_ARCH", target)
@@ -169,6 +169,7 @@ def test_what_the_rule_refuses(config, given, reason):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.product(keep=1)
 def test_who_gets_it(precision, monkeypatch):
     """GPUs before Hopper without asking; Hopper where a call names a configuration. `explain` says where none pays."""
     a = torch.randn(72, 64)

@@ -54,7 +54,7 @@ def test_pack_copies_every_byte(unit, row_major, matrices, seed):
 
 @pytest.mark.parametrize("majors", MAJORS)
 @pytest.mark.parametrize("config", [CONFIG, SPLIT])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_products_of_packed_operands(majors, config, seed):
     """Every pair of majors, at odd extents and offsets. Everything around the operands is NaN."""
     Case.random(67, 45, 139, "bf16", seed=seed, majors=majors, pad=3, offset=1).run(backend="cute", config=config)
@@ -109,6 +109,7 @@ def test_programs_and_gradients(seed):
     ],
     ids=["packed", "split", "program"],
 )
+@pytest.mark.product(keep=1)
 def test_workspaces_are_in_memory_whatever_the_default_device(columns, options):
     """With torch.set_default_device("meta") they had no memory."""
     a, b = torch.ones(64, columns, dtype=torch.bfloat16), torch.ones(64, columns, dtype=torch.bfloat16).t()

@@ -40,6 +40,7 @@ def gelu_bias_gate(acc, bias, gate):
         ("sm90", ops.swiglu, [], "recompute"),
     ],
 )
+@pytest.mark.product(keep=1)
 def test_backward_passes_run_kernels(arch, function, shapes, save, seed, monkeypatch):
     monkeypatch.setenv("CUTEGEMM_ARCH", arch)
     generator = torch.Generator().manual_seed(seed)
@@ -70,6 +71,7 @@ def test_backward_passes_run_kernels(arch, function, shapes, save, seed, monkeyp
 
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["gemm", "grouped"])
+@pytest.mark.product(keep=1)
 def test_a_gradient_in_fp8_is_read_by_a_kernel(grouped, seed, monkeypatch):
     monkeypatch.setenv("CUTEGEMM_ARCH", "sm90")
     torch.manual_seed(seed)

@@ -68,7 +68,7 @@ def check_exact(got, want) -> None:
         (BOTH_WAYS, "sm80/64x64x32/w32x32/s2/g8", (70, 133, 40), torch.bfloat16),
     ],
 )
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_results_of_integers_are_exact(text, config, shape, out_dtype):
     m, n, k = shape
     # Rows of a wider matrix are aligned for TMA whatever n is.
@@ -90,7 +90,7 @@ def test_results_of_integers_are_exact(text, config, shape, out_dtype):
         ("sm90/128x32x64/coop1/c1x1/s3/row/slab", (70, 133, 72), torch.float32),
     ],
 )
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_columns_that_repeat(config, shape, out_dtype):
     """Periods that no vector, and no tile, divides."""
     m, n, k = shape
@@ -112,7 +112,7 @@ def test_columns_that_repeat(config, shape, out_dtype):
         ("halves", "sm80/64x64x32/w32x32/s2/g8"),
     ],
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_gated_results(gating, config):
     """Three tiles each way; columns of D that no tile divides."""
     head = f"def epilogue(gate: {gating}[0], up: {gating}[1]): t0 = gate * up"

@@ -51,7 +51,7 @@ CASES: list[tuple[torch.dtype, str, Group, tuple[int, ...]]] = [
 
 @pytest.mark.parametrize("turned", [False, True], ids=["along k", "along rows"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1]} {case[2]} {case[3]}")
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_bits(case, turned, seed, monkeypatch):
     dtype, name, group, shape = case
     monkeypatch.setenv("CUTEGEMM_EMULATOR_SEED", str(seed))
@@ -74,6 +74,7 @@ def test_long_and_strange_rows(seed):
 
 
 @pytest.mark.parametrize(("dtype", "scaling"), [("int8", "rows"), ("fp8", "blocks")])
+@pytest.mark.product(keep=1)
 def test_a_quantized_layer_by_the_kernels(dtype, scaling, seed):
     """Quantization and product, K no multiple of 16: sums of int8 are exact, those of fp8 differ by a rounding."""
     torch.manual_seed(seed)

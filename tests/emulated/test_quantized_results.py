@@ -31,7 +31,7 @@ PLAIN, GATED = "sm90/128x128x64/coop2/c1x1/s3/serp8/pdl", "sm90/128x256x64/coop2
         ((300, 256, 512), "sm90/128x128x64/coop2/c1x1/s3/serp8/streamk/pdl", identity, E4M3),
     ],
 )  # fmt: skip
-@pytest.mark.product(keep=6)
+@pytest.mark.product(keep=2)
 def test_a_product(shape, config, body, dtype):
     torch.manual_seed(sum(shape))
     m, n, k = shape
@@ -70,6 +70,7 @@ def test_of_quantized_operands():
 
 
 @pytest.mark.parametrize("config", [GATED, "sm90/128x256x64/coop2/c1x2/s3/serp16/zig/streamk/pdl"])
+@pytest.mark.product(keep=1)
 def test_groups_of_rows(config):
     """Rows of no group stay as they are, in both results."""
     torch.manual_seed(4)
@@ -116,6 +117,7 @@ def test_tf32_and_what_the_choice_takes():
 
 
 @pytest.mark.parametrize("form", [False, True])
+@pytest.mark.product(keep=1)
 def test_a_mixture(monkeypatch, form):
     """Its hidden layer is quantized by the first product or by a kernel of its own."""
     torch.manual_seed(7)

@@ -47,6 +47,7 @@ def assert_right(numbers, weights, experts):
 
 @pytest.mark.parametrize("kind", ["uniform", "alike", "far"])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.product(keep=7)
 def test_bits(name, kind, seed):
     tokens, top_k, experts, index, weight = CASES[name]
     assert_right(*drawn(tokens, top_k, experts, index, weight, seed, kind), experts)

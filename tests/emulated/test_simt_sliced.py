@@ -24,7 +24,7 @@ def test_majors_and_alignment(majors, seed):
 
 @pytest.mark.parametrize("majors", ["tn", "nt"])
 @pytest.mark.parametrize("config", [SINGLE, LOW, MANY])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_configurations(config, majors, seed):
     for shape in ((72, 40, 136), (67, 45, 83)):
         Case.random(*shape, "fp32", seed=seed, majors=majors).run(backend="cute", config=config)
@@ -47,7 +47,7 @@ def test_depths_beside_those_of_a_chunk_a_slice_and_a_stage(config, k, seed):
     ],
     ids=["c", "bias", "batch"],
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_epilogues(config, epilogue, seed):
     Case.random(40, 72, 48, "fp32", seed=seed, **epilogue).run(backend="cute", config=config)
 

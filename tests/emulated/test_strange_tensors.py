@@ -119,7 +119,7 @@ def test_explain_refuses_what_gemm_refuses():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("strides", [(66, 0), (0, 0), (5, 3)])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 def test_an_empty_operand_may_have_any_strides(dtype, strides):
     """K = 0: kernels still work out addresses, and 16-byte copies by a stride of 66 numbers were misaligned."""
     memory = torch.zeros(400, dtype=dtype)

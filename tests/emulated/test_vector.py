@@ -30,7 +30,7 @@ REDUCED = "def epilogue(acc, x0: fp32[M, N]): t0 = acc + x0; return t0, row_sum(
 @pytest.mark.parametrize("majors", MAJORS)
 @pytest.mark.parametrize("shape", [(2, 100, 332), (3, 67, 149)], ids=["aligned", "odd"])
 @pytest.mark.parametrize("splits", ["", "/k3"])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_few_rows(majors, shape, splits, seed):
     config = (ALONG_K if majors[1] == "n" else ACROSS) + splits
     exact.run(exact.case(*shape, "fp32", seed=seed, majors=majors), backend="cute", config=config)
@@ -48,7 +48,7 @@ def test_few_columns(majors, shape, seed):
 
 @pytest.mark.parametrize("k", [0, 1, 7])
 @pytest.mark.parametrize("splits", ["", "/k2"])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_little_to_sum_and_the_whole_epilogue(splits, k, seed):
     options = {"c": True, "beta": 2.0, "alpha": 0.5, "bias": True, "activation": "silu", "batch": 3}
     if splits:

@@ -57,7 +57,7 @@ def part_of_the_gpu(sms):
 @pytest.mark.parametrize(("majors", "batch", "on_average"), [
     ("tn", 1, 0.003), ("tt", 1, 0.005), ("nn", 1, 0.005), ("nt", 1, 0.005), ("tn", 24, 0.01),
 ])  # fmt: skip
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_random_shapes_lose_little(majors, batch, on_average):
     problems = (
         dataclasses.replace(problem, batch=batch)
@@ -69,6 +69,7 @@ def test_random_shapes_lose_little(majors, batch, on_average):
 
 
 @pytest.mark.parametrize(("largest", "batches"), [(64, (128, 1024)), (256, (128, 1024)), (256, (8, 128))])
+@pytest.mark.product(keep=1)
 def test_batches_of_small_matrices_lose_little(largest, batches):
     """The CTAs of a cluster that are beyond a matrix cost nothing in a single one, but here."""
     source = random.Random(largest + batches[0])
@@ -82,6 +83,7 @@ def test_batches_of_small_matrices_lose_little(largest, batches):
 
 
 @pytest.mark.parametrize("sms", [16, 60, 114])
+@pytest.mark.product(keep=1)
 def test_smaller_gpus_lose_little(sms):
     where = part_of_the_gpu(sms)
     found = [lost(problem, where) for problem in random_shapes.sizes(examples(100), sms, "bf16", "tn", H200)]

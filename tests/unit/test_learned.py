@@ -30,6 +30,8 @@ from tuning.calibrate import Sample, read_table
 ROOT = Path(learned.__file__).parents[2]
 H200 = arch.get("H200")
 CUTE = backend.get("cute")
+COUNT = 100
+"""Trees that suffice for so few times."""
 TEXTS = ("simt/64x64x16/w32x64/s2/g8/r6", "simt/64x64x16/w32x32/s3/g8/r4", "simt/128x64x8/w32x64/s3/g8")
 SIMPLE = learned.Trees(
     np.array([[0] * learned.DEPTH, [12, 0, 0, 0, 0, 0]]),
@@ -255,12 +257,12 @@ def _unexplained(known: learn.Times, logs: np.ndarray) -> np.ndarray:
 
 def test_trees_learn_what_the_model_leaves_unexplained():
     known = learn.times(_samples(), H200)["simt"]
-    trees = learn.grown(known)
+    trees = learn.grown(known, COUNT)
     assert np.abs(known.left).max() > 0.1
     assert np.abs(_unexplained(known, trees.log(known.traits))).max() < 0.03
-    unseen = np.abs(_unexplained(known, learn.foretold(known)))
+    unseen = np.abs(_unexplained(known, learn.foretold(known, COUNT)))
     assert unseen.mean() < np.abs(known.left).mean() / 3
-    assert (learn.grown(known).leaves == trees.leaves).all(), "the same times, the same trees"
+    assert (learn.grown(known, COUNT).leaves == trees.leaves).all(), "the same times, the same trees"
 
 
 def _times(estimates, seconds, shapes, problems, weights=None) -> learn.Times:

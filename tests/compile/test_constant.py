@@ -56,7 +56,7 @@ def test_nothing_spills_and_one_operand_is_loaded_early(config):
         ("sm90/64x64x128/coop1/c1x1/s6/row/pdl", "blocks", ops.swiglu),
     ],
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_programs_and_scales_are_read_behind_the_wait(config, recipe, epilogue):
     """Nothing but one operand stands before it, and nothing spills."""
     signature, serves = posed(epilogue, recipe, "e4m3" if recipe else "bf16").signature, backend.get("cute")

@@ -38,7 +38,7 @@ def build(problem: Problem, config: str | None, target: str):
         ("fp32", "ieee", ("FFMA", "LDS.128")),
     ],
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_defaults_on_every_architecture(target, dtype, precision, needed):
     kernel = build(Problem.of(4096, 4096, 4096, dtype, precision=precision), None, target)
     assert f".target {target}" in kernel.ptx

@@ -112,7 +112,7 @@ def test_no_spills(config, given):
         ("128x64x128/pp/c1x1/s4/serp8/swap/pdl", {"epilogue": pairs("e5m2"), "out_dtype": "e5m2"}, {"STS.U8": 32}),
     ],
 )  # fmt: skip
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_results_that_plain_stores_bring_to_tma(config, given, stores):
     """A store for each two neighbours, or for each result where a thread has no neighbours of it."""
     kernel = build(config, **given)

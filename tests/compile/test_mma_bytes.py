@@ -35,7 +35,7 @@ def build(config: str, target: str, dtype: str, **given):
         ("sm_90a", "e5m2", None, "f32.e5m2.e5m2.f32", "HMMA.16816.F32"),
     ],
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_instructions(target, dtype, b_dtype, ptx, sass):
     kernel = build("sm80/64x64x128/w32x32/s3/g8", target, dtype, b_dtype=b_dtype)
     names = opcodes(kernel.cubin)

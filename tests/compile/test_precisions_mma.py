@@ -89,7 +89,7 @@ def test_candidates_do_not_spill(precision, target, part, splits):
     ],
 )
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_the_largest_tiles_do_not_spill(precision, config, target):
     """The largest of each number of threads that the rule allows, those of 512 threads with tf32."""
     kernel = build(f"sm80/{config}", target, precision, "nt")

@@ -47,7 +47,7 @@ def added(text: str, config: str, without: str = "def epilogue(acc): return acc"
         ("sigmoid", 4.1, 1, 1),
     ],
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_functions_have_no_slow_path(function, most, ex2, rcp, config):
     """Numbers that are not ordinary need no instruction of their own: no comparison, no choice, no branch."""
     found = added(f"def epilogue(acc): return {function}(acc)", config)

@@ -23,7 +23,7 @@ from tests.sass import opcodes, registers, spilled
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_machine_code(signature, k, load, store, convert):
     where = arch.get("sm_90a")
     tile = config.choose(signature, 4096, k, 1, 132)

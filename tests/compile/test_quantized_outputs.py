@@ -30,7 +30,7 @@ INSTRUCTION = {"e4m3": "F2FP.SATFINITE.E4M3", "e5m2": "F2FP.SATFINITE.E5M2", "in
         ("dense", "c1x2/s4/serp8/zig/streamk/pdl"),
     ],
 )  # fmt: skip
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_nothing_spills_behind_scales_of_blocks(text, work, rest):
     """The tile that layers of 8 bits take."""
     program = quantizing(parse(text), "bf16", "e4m3")
@@ -46,7 +46,7 @@ def test_nothing_spills_behind_scales_of_blocks(text, work, rest):
 @pytest.mark.parametrize("config", ["128x128x64/coop2/c2x1/s4", "128x256x64/coop2/c1x2/s4", "64x256x64/pp/c1x1/s4"])
 @pytest.mark.parametrize("text", [PLAIN, GATED, PAIRS], ids=["plain", "gated", "pairs"])
 @pytest.mark.parametrize("values", INSTRUCTION)
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_nothing_spills_and_conversions_are_of_pairs(text, config, values):
     program = quantizing(parse(text), "bf16", values)
     if text != PLAIN and "x128x" in config:

@@ -14,7 +14,7 @@ from tests.sass import opcodes, registers, spilled
 @pytest.mark.parametrize("does", config.PASSES)
 @pytest.mark.parametrize("tile", [Tile(4, 128, 1), Tile(16, 128, 2), Tile(32, 1024, 4)], ids=str)
 @pytest.mark.parametrize("gpu", ["sm_80", "sm_90a"])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_machine_code(does, tile, gpu):
     where = arch.get(gpu)
     kernel = build(Signature(does, "int64", "bf16"), tile, where)

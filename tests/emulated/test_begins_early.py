@@ -71,7 +71,7 @@ class Launch:
 
 
 @pytest.mark.parametrize(("config", "dtype", "majors"), KERNELS)
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_nothing_is_read_before_the_kernel_in_front_has_ended(config, dtype, majors, seed):
     launch = Launch(config, dtype, majors, seed)
     assert launch.config.begins_early(launch.problem, H200)
@@ -90,7 +90,7 @@ def test_a_kernel_that_does_not_wait_is_reported(config, dtype, majors, seed):
 
 
 @pytest.mark.parametrize(("config", "dtype", "majors"), KERNELS[::2])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_ampere_has_no_such_launches(config, dtype, majors):
     problem = Problem.of(64, 24, 104, dtype, majors=majors)
     parsed = CUTE.parse(config)

@@ -52,7 +52,7 @@ def by_both(config: str, call: Callable[..., Any]) -> Any:
 @pytest.mark.parametrize("out", [E4M3, E5M2, INT8])
 @pytest.mark.parametrize("kind", ["e4m3", "int8"])
 @pytest.mark.parametrize("batch", [None, 3])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_results_of_scaled_products(config, out, kind, batch, seed):
     """M and N end inside of a tile."""
     config = config if kind == "e4m3" else config.removesuffix("/half")  # which is for promoted sums
@@ -134,7 +134,7 @@ def test_gate_and_up_in_pairs(config, out, recipes, seed):
 
 @pytest.mark.parametrize("form", ["", "/swap", "/slab", "/k2"])
 @pytest.mark.parametrize("out", [E4M3, E5M2])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_sums_of_integers_beside_other_results(form, out, seed):
     """The compiler would convert the bare sums to fp8 in one step, which no instruction does."""
     generator = torch.Generator().manual_seed(seed)
@@ -148,7 +148,7 @@ def test_sums_of_integers_beside_other_results(form, out, seed):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, INT8])
 @pytest.mark.parametrize("form", ["", "/swap"])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_values_rounded_to_int8_and_then_to_fp8(dtype, form, seed):
     generator = torch.Generator().manual_seed(seed)
     a, b = (torch.randint(-3, 4, (rows, 64), generator=generator).to(dtype) for rows in (70, 72))
@@ -169,7 +169,7 @@ TURNED_PAIRS = (
 @pytest.mark.parametrize("config", TURNED_PAIRS)
 @pytest.mark.parametrize("out", [torch.bfloat16, E4M3])
 @pytest.mark.parametrize("recipes", [("rows", "rows"), ("blocks", "blocks128"), ("blocks", "blocks"), (None, None)])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_gate_and_up_in_pairs_of_swapped_operands(config, out, recipes, seed):
     """As above; lanes exchange accumulators."""
     whole = recipes == (None, None)

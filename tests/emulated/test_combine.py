@@ -97,7 +97,7 @@ def test_rows_are_spread_to_their_places(dtype, columns, top_k, seed):
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
 @pytest.mark.parametrize("columns", [1, 7, 36, 144])
 @pytest.mark.parametrize("top_k", [1, 3, MOST_UNROLLED + 1])
-@pytest.mark.product(keep=6)
+@pytest.mark.product(keep=3)
 def test_values_are_spread_into_rows_that_begin_at_multiples_of_16_bytes(dtype, columns, top_k, seed):
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(-128, 128, (9, columns + 16), generator=generator).to(torch.int8)[:, :columns]

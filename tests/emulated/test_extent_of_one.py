@@ -21,7 +21,7 @@ def hopper(monkeypatch):
 @pytest.mark.parametrize("majors", ["tt", "nn"])
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES, ids=str)
 @pytest.mark.parametrize(("config", "dtype"), [(SM80, "bf16"), (SIMT, "fp32")])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_without_tma(m, n, k, config, dtype, majors, seed):
     epilogue = {"c": True, "beta": 0.5, "bias": True}
     Case.random(m, n, k, dtype, seed=seed, majors=majors, **epilogue).run(backend="cute", config=config)
@@ -34,7 +34,7 @@ def test_without_tma(m, n, k, config, dtype, majors, seed):
 @pytest.mark.parametrize(
     "options", [{"c": True, "beta": 0.5, "bias": True, "activation": "relu"}, {"batch": 3}], ids=str
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_tma_loads_what_is_contiguous(m, n, k, majors, options, seed):
     """Before, a column counted as rows of one element, which TMA cannot load."""
     Case.random(m, n, k, "bf16", seed=seed, majors=majors, **options).run(backend="cute", config=SM90)

@@ -84,7 +84,7 @@ def test_a_ring_that_is_no_multiple_of_the_swizzle(dtype, seed):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_sums_that_are_promoted_by_halves(config, given, whole, seed, monkeypatch):
     """Three SMs, so that a CTA has several tiles and walks K both ways. A whole product is exact."""
     gpu_of(3, monkeypatch, "H200")

@@ -52,7 +52,7 @@ CONFIGS = [
 
 @pytest.mark.parametrize(("work", "config", "majors"), CONFIGS)
 @pytest.mark.parametrize("integers", [False, True])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_groups_of_any_sizes(work, config, majors, integers, seed):
     """The contiguous extents of operands are multiples of 8."""
     rng = random.Random(seed)

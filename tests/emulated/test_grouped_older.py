@@ -34,7 +34,7 @@ def case_of(work, sizes, m, n, k, dtype, **options) -> GroupCase:
 @pytest.mark.parametrize("work", WORKS)
 @pytest.mark.parametrize("majors", ["tn", "tt", "nn", "nt"])
 @pytest.mark.parametrize(("dtype", "config"), KINDS)
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=2)
 def test_groups_of_any_sizes(work, majors, dtype, config, seed):
     """Extents of any number, so that no row but the first begins at 16 bytes; then integers, which are exact."""
     rng = random.Random(seed)
@@ -71,7 +71,7 @@ def test_gathered_rows_that_begin_aligned_and_end_anywhere(inner, seed):
 @pytest.mark.parametrize("work", [RAGGED_M, RAGGED_N, GATHERED, SCATTERED, MASKED])
 @pytest.mark.parametrize("dtype", ["e4m3", "int8"])
 @pytest.mark.parametrize("recipe", ["rows", "groups", "blocks"])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_elements_of_one_byte_with_scales(work, dtype, recipe, seed, monkeypatch):
     """fp8 as GPUs of compute capability 8.9 compute it."""
     monkeypatch.setenv("CUTEGEMM_ARCH", "sm_89" if dtype == "e4m3" else "sm_80")
@@ -83,7 +83,7 @@ def test_elements_of_one_byte_with_scales(work, dtype, recipe, seed, monkeypatch
 
 @pytest.mark.parametrize("config", [MMA, CORES])
 @pytest.mark.parametrize("work", [RAGGED_M, GATHERED, SCATTERED, MASKED, RAGGED_N, RAGGED_K])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_programs_with_operands_and_reduced_results(work, config, seed):
     generator = torch.Generator().manual_seed(seed)
     dtype = "bf16" if config == MMA else "fp32"
@@ -119,7 +119,7 @@ def test_sizes_that_nobody_should_pass_write_nothing_outside(work, config, seed)
 
 @pytest.mark.parametrize("groups", [33, 1024])
 @pytest.mark.parametrize("work", [RAGGED_M, RAGGED_K])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_many_groups(groups, work, seed):
     """A warp looks at 32 at a time; most CTAs of the grid have no tile."""
     sizes = [0] * groups

@@ -49,7 +49,7 @@ CASES = [
 
 @pytest.mark.parametrize(("work", "config", "kinds", "recipes"), CASES)
 @pytest.mark.parametrize("sizes", [(70, 0, 1, 56), "drawn"], ids=str)
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_every_recipe_on_groups_of_any_sizes(work, config, kinds, recipes, sizes, seed):
     """K is no multiple of 128, groups end anywhere, one is empty, one has one row."""
     rng = random.Random(seed)
@@ -158,7 +158,7 @@ def test_halves_of_a_tile_take_gate_and_up_of_whole_blocks(work, config, n, seed
         ("256x64x128/coop2/c1x2/s2/g2/swap", 66),
     ],
 )
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=2)
 def test_columns_of_up_begin_anywhere_in_a_block_of_scales(config, f, seed):
     """At 64, 32, 16 and 8 columns of a block, and where fragments of accumulators change blocks."""
     check_dense(2 * f, f"sm90/{config}", seed)

@@ -64,6 +64,7 @@ def test_groups_of_any_sizes(work, config, majors, ctas, integers, seed, monkeyp
     case.run(integers, backend="cute", config=config)
 
 
+@pytest.mark.slow
 def test_cut_tiles_of_several_widths_have_room_of_their_own(seed, monkeypatch):
     """Seven tiles on five clusters: two are left over and cut in two, of 40 rows (48 columns) and of 20 (32 columns).
 

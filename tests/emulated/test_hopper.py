@@ -73,7 +73,7 @@ def test_small_problems(config, shape, run):
     "config", ["64x64x64/coop1/c1x1/s3/g2", "64x32x64/pp/c2x1/s3/g2", "64x32x64/coop1/c1x1/s3/g2/slab"]
 )
 @pytest.mark.parametrize("terms", [{}, {"c": True, "beta": -1.5, "bias": True}], ids=["none", "c-bias"])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_nothing_to_sum(config, terms, run):
     """K = 0: rows of a wider matrix, so that TMA can describe them; what lies in them is NaN and must not be read."""
     run(config, (136, 72, 0), pad=8, **terms)
@@ -248,7 +248,7 @@ def test_batches(schedule, run, seed):
         ("64x48x64/pp/c1x1/s3/serp2/swap", (136, 200, 72)),
     ],
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_swapped_operands(config, shape, majors, store, run):
     run(f"{config}{store}", shape, majors=majors)
 

@@ -50,7 +50,7 @@ def test_tiles(config, majors, run):
 
 @pytest.mark.parametrize("k", [0, 8, 72, 200])
 @pytest.mark.parametrize("config", ["64x64x64/coop1/c2x1x2/s3/g2", "64x32x64/coop1/c1x1x4/s3/g2/k2"])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_more_parts_than_k_tiles(config, k, run):
     run(config, (136, 72, k), pad=8, bias=True, alpha=2.0)
 

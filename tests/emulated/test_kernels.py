@@ -31,7 +31,7 @@ def options(dtype: str, precision: str) -> dict[str, str]:
 @pytest.mark.parametrize("majors", MAJORS)
 @pytest.mark.parametrize("shape", [ALIGNED, ODD], ids=["aligned", "odd"])
 @pytest.mark.parametrize(("dtype", "precision"), CUTE)
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_cute(dtype, precision, majors, shape, seed):
     case = Case.random(*shape, dtype, seed=seed, majors=majors, **options(dtype, precision))
     case.run(backend="cute", config=CONFIGS[dtype, precision])

@@ -27,7 +27,7 @@ SMALLER = {"wmma_warp_tile": "bm64/bn32/warps_m2/warps_n2", "wmma_double_buffer"
 
 
 @pytest.mark.parametrize(("rung", "dtype"), CASES)
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_whole_tiles_and_c(rung, dtype, seed):
     """Aligned operands: the vector instantiation, its tiles all whole; C in the other dtype as well."""
     bm, bn, bk = LegacyConfig.of(rung).tile()
@@ -86,7 +86,7 @@ def test_the_hopper_build(rung, seed, monkeypatch):
         "warp_tile_async/bm64/bn128/bk16/wm32/wn64/wniter1/tm4/tn4/stages2/group2",
     ],
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_other_parameters(text, seed):
     Case.random(100, 140, 44, "fp32", majors="tt", seed=seed).run(backend="legacy", config=text)
 

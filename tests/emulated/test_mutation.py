@@ -18,7 +18,7 @@ def more(spec: mutation.Spec) -> list[pytest.MarkDecorator]:
 
 @pytest.mark.parametrize("part", range(5))
 @pytest.mark.parametrize("spec", [pytest.param(spec, marks=more(spec), id=spec.name) for spec in QUICK])
-@pytest.mark.product(keep=len(QUICK))
+@pytest.mark.product(keep=len(QUICK) // 2)
 def test_every_broken_synchronization_is_noticed_or_explained(spec, part):
     """A fifth of a kernel's mutations."""
     pytest.importorskip("llvmlite")

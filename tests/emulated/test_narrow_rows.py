@@ -33,7 +33,7 @@ def profile_of(case: Case, config: str, name: str):
     ],
 )
 @pytest.mark.parametrize(("n", "most"), [(61, 3.8), (62, 2.0)])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_lanes_store_narrow_rows_of_d_side_by_side(config, name, dtype, out_dtype, n, most):
     """Were each lane to store eight neighbours one by one, every element would take a sector of its own."""
     case = Case.random(64, n, 64, dtype, seed=3, out_dtype=out_dtype)
@@ -53,7 +53,7 @@ def test_lanes_store_narrow_rows_of_d_side_by_side(config, name, dtype, out_dtyp
 )
 @pytest.mark.parametrize("majors", ["nt", "nn", "tt"])
 @pytest.mark.parametrize("shape", [(130, 66, 70), (34, 130, 33), (129, 65, 40)])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_nothing_is_read_beyond_the_rows_of_operands_that_lie_across_k(config, dtype, majors, shape):
     """Lanes beyond M or N copy zeros: of such an operand each CTA reads what it has of it, and nothing twice."""
     m, n, k = shape

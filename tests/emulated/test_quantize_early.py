@@ -42,6 +42,7 @@ class Call:
 
 
 @pytest.mark.parametrize("scaling", RECIPES)
+@pytest.mark.product(keep=2)
 def test_nothing_is_read_before_the_kernel_in_front_has_ended(scaling, seed):
     call = Call(scaling, seed)
     assert len(call.plan.steps) == (2 if scaling == "tensor" else 1)

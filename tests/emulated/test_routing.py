@@ -47,13 +47,14 @@ def assert_right(numbers, weights, experts):
 
 @pytest.mark.parametrize("kind", ["uniform", "alike", "far"])
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.product(keep=7)
+@pytest.mark.product(keep=4)
 def test_bits(name, kind, seed):
     tokens, top_k, experts, index, weight = CASES[name]
     assert_right(*drawn(tokens, top_k, experts, index, weight, seed, kind), experts)
 
 
 @pytest.mark.parametrize("tile", [Tile(2, 32, 4), Tile(8, 64, 1)], ids=str)
+@pytest.mark.product(keep=1)
 def test_more_ctas_than_threads_share(tile, monkeypatch, seed):
     """Nine to seventeen CTAs, more than the threads of an expert."""
     slots = 2 * 500
@@ -104,6 +105,7 @@ def test_nothing_is_read_before_the_kernel_in_front_has_ended(tokens, top_k, see
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "number"), [(300, 2, 0), (1025, 1, 0), (1025, 1, 1)])
+@pytest.mark.product(keep=2)
 def test_every_synchronization_is_needed(tokens, top_k, number, seed):
     """But for what lets the next kernel begin, none can be taken away without being noticed."""
     call = Call(tokens, top_k, seed)

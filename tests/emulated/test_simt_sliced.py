@@ -32,7 +32,7 @@ def test_configurations(config, majors, seed):
 
 @pytest.mark.parametrize("config", [DOUBLE, SINGLE])
 @pytest.mark.parametrize("k", [0, 1, 4, 15, 31, 32, 63, 64, 65, 128, 260])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_depths_beside_those_of_a_chunk_a_slice_and_a_stage(config, k, seed):
     Case.random(33, 36, k, "fp32", seed=seed).run(backend="cute", config=config)
 

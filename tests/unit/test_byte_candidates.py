@@ -238,6 +238,7 @@ def test_where_gate_and_up_share_a_block_others_that_are_compared_are_chosen(wor
 
 
 @pytest.mark.parametrize("recipe", ["blocks", "rows"])
+@pytest.mark.product(keep=1)
 def test_the_tuner_tries_halves(recipe):
     tried = {str(c) for c in CUTE.configs(scaled_problem(recipe, 4096, 4096, 4096), H200)}
     assert {text for text in byte_candidates._HALF if text not in tried} == set()

@@ -202,6 +202,7 @@ def test_whoever_reads_may_stop():
 
 
 @pytest.mark.parametrize("read", [True, False])
+@pytest.mark.product(keep=1)
 def test_a_pipe_of_a_tool_that_breaks(read, monkeypatch, tmp_path):
     """It ends the command quietly only where it is the one that the command writes to."""
     (tmp_path / "tool_that_breaks.py").write_text("def main(arguments):\n    raise BrokenPipeError\n")
@@ -238,6 +239,7 @@ def test_tools_need_no_docstrings():
     ("winners list >&-", 0, ""),
     ("winners import - <&-", 2, "python -m tuning.winners import: standard input: it is closed\n"),
 ])  # fmt: skip
+@pytest.mark.product(keep=1)
 def test_standard_streams_may_be_closed(given, status, said, tmp_path):
     done = subprocess.run(
         f"{sys.executable} -m tuning.command {given}", shell=True, cwd=ROOT, capture_output=True, text=True,

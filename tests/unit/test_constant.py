@@ -317,7 +317,7 @@ def test_calls_with_and_without_are_remembered_apart(seen):
         ("A100", "bf16", "ieee", "tn", 4096, False),
     ],
 )
-@pytest.mark.product(keep=6)
+@pytest.mark.product(keep=3)
 def test_a_promise_is_measured_where_a_kernel_that_the_tuner_tries_uses_it(arch, dtype, precision, majors, n, used):
     gpu, cute = arch_table.get(arch), backends.get("cute")
     problem = Problem.of(16, n, 4096, dtype, majors=majors, precision=precision, constant="a")

@@ -170,6 +170,7 @@ def test_the_products_of_a_step(seed, monkeypatch):
 # Dynamo itself makes an instance of torch.autograd.Function.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.product(keep=1)
 def test_compiled_calls_take_any_number_of_tokens_without_another_compilation(autocast, seed):
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

@@ -157,6 +157,7 @@ def test_gradients_of_gradients_and_by_torch_func(seed):
 # Dynamo itself makes an instance of torch.autograd.Function.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("records", [False, True])
+@pytest.mark.product(keep=1)
 def test_compiled_calls_take_any_number_of_tokens(records, seed):
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     layer = MoE(8, 6, 5, 2, bias=True, activation=LIMIT, interleaved=True, transposed=True)

@@ -140,7 +140,7 @@ SHARED = {
 @pytest.mark.parametrize("backend", ["auto", "cute"])
 @pytest.mark.parametrize("groups", [False, True], ids=["one product", "groups of K"])
 @pytest.mark.parametrize("name", SHARED)
-@pytest.mark.product(keep=8)
+@pytest.mark.product(keep=4)
 def test_gradients_of_the_same_values_are_apart(name, groups, backend):
     """Accumulated over two backward passes, which add in place."""
     epilogue, shape = SHARED[name], (3, M, N) if groups else (M, N)

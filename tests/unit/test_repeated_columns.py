@@ -95,7 +95,7 @@ def test_under_compile_and_vmap():
 @pytest.mark.parametrize("backend", ["auto", "cute"])
 @pytest.mark.parametrize("save", ["outputs", "recompute"])
 @pytest.mark.parametrize("shape", [(24, 1), (1,), (24, 16)])
-@pytest.mark.product(keep=6)
+@pytest.mark.product(keep=3)
 def test_a_program_traced_with_more_columns_than_an_operand_has(shape, save, backend, monkeypatch):
     """What is derived from it, for the backward pass and under vmap, has operands as they are."""
     monkeypatch.setenv("CUTEGEMM_ARCH", "sm_80")

@@ -2,6 +2,8 @@
 
 from collections import Counter
 
+import pytest
+
 from cutegemm import backend
 from cutegemm.hardware import arch
 from tests.gpu import sanitize, sanitize_groups
@@ -38,6 +40,7 @@ def test_every_work_of_groups_is_watched_in_each_family():
     assert not wanted - set(kinds)
 
 
+@pytest.mark.slow
 def test_mixtures_that_are_watched_are_right():
     for check in sanitize_groups.mixtures("cpu"):
         check()

@@ -62,8 +62,11 @@ def sized(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) 
     program but scales. Others were not timed with such tiles. With scales of blocks the fastest of them gained 0.2 % at
     45 shapes, so these products have none.
     """
+    most_elements = WAVES[-1] * arch.sm_count * max(SCHEDULES) * WIDEST
+    if min(m, n) <= LEAST_ROWS or not 0 < m * n * batch <= most_elements:
+        return []
     tiles = _tiles_of(signature, arch)
-    if tiles is None or min(m, n) <= LEAST_ROWS or batch == 0:
+    if tiles is None:
         return []
     found = tiles.filling(m, n, batch)
     most = MOST * min((clocks for clocks, _ in found), default=0)

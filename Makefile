@@ -9,8 +9,8 @@ STAMP  := $(VENV)/.installed
 
 help:
 	@echo "make demo   set up, then multiply with the real kernels (on the GPU, or in the emulator)"
-	@echo "make test   set up, then run the tests this machine can run, a sample of each exhaustive product"
-	@echo "make nightly   the same with every case of the exhaustive products and the slow tests"
+	@echo "make test   set up, then run the tests this machine can run, a sample of those with many cases"
+	@echo "make nightly   the same with every case, and the slow tests"
 	@echo "make lint   ruff, ruff format, mypy"
 
 $(STAMP): pyproject.toml constraints.txt

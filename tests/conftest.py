@@ -121,7 +121,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if count := config.stash.get(_LEFT_OUT, 0):
-        terminalreporter.write_line(f"{count} cases of exhaustive products were left to `make nightly`")
+        terminalreporter.write_line(f"{count} cases of tests with many were left to `make nightly`")
 
 
 @pytest.fixture

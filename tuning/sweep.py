@@ -161,8 +161,9 @@ def main(arguments: list[str] | None = None) -> int:
             or (options.jobs is not None and options.jobs < 1)
         ):
             raise ValueError("--candidates and --jobs must be at least 1, --show at least 0")
-        if dry and (options.json or options.plot):
-            raise ValueError("--json, --plot: they are for what is timed; --compile-only and --emulate time nothing")
+        timed = {"--json": options.json, "--plot": options.plot, "--resume": options.resume, "--gpus": options.gpus}
+        if dry and (refused := [name for name, value in timed.items() if value]):
+            raise ValueError(f"{refused[0]}: it is for what is timed; --compile-only and --emulate time nothing")
         with ExitStack() as stack:
             # The GPU's process imports torch while this one does.
             options.gpus = options.gpus or _own_gpu()

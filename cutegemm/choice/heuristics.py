@@ -321,7 +321,7 @@ class Candidates:
         for factor, (nx, ny, nz, cost, config, _) in near:
             if cost.at_least(m, n, k) * factor >= best:
                 continue
-            taken = cost.values(m, n, k, 1)[0] * factor
+            taken = Group([cost]).estimates(m, n, k)[0] * factor
             if taken < best:
                 best, chosen, won_at = taken, config, (round(2**nx), round(2**ny), round(2**nz))
         return best, chosen, won_at
@@ -337,7 +337,7 @@ class Candidates:
             except ValueError:  # written by a version with other configurations
                 continue
             model = Model(shape, self._signature, self._arch)
-            preferred = min(1.0, self._modelled(m, n, k, 1)[0] / model.seconds(m, n, k))
+            preferred = min(1.0, self._modelled(m, n, k, 1)[0] / Group([model]).estimates(m, n, k)[0])
             yield math.log2(m), math.log2(n), math.log2(k), model, config, preferred
 
 

@@ -68,6 +68,7 @@ def test_programs_and_scales_are_read_behind_the_wait(config, recipe, epilogue):
     assert 0 < len(loads.findall(before)) < len(loads.findall(after))
 
 
+@pytest.mark.slow
 def test_a_kernel_that_the_promise_makes_spill_is_built_without_it(monkeypatch):
     monkeypatch.setenv("CUTEGEMM_ARCH", "H200")
     config = "sm90/128x128x128/coop2/c1x1/s5/serp8/pdl/twin"

@@ -262,6 +262,7 @@ def test_multiplications_read_registers_of_either_parity(text, majors):
 
 @pytest.mark.parametrize(("majors", "most"), [("nt", 0.1), ("tt", 0.2), ("tn", 0.54), ("nn", 0.5)])
 @pytest.mark.product(keep=1)
+@pytest.mark.slow
 def test_multiplications_of_slices_read_registers_of_either_parity_but_where_b_is_loaded_along_k(majors, most):
     problem = Problem.of(512, 512, 512, "fp32", majors=majors)
     assert crowded(build(problem, "simt/64x64x32/w32x64/s2/g8/x2", "sm_90a").cubin) < most

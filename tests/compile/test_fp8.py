@@ -112,7 +112,7 @@ def test_no_spills(config, given):
         ("128x64x128/pp/c1x1/s4/serp8/swap/pdl", {"epilogue": pairs("e5m2"), "out_dtype": "e5m2"}, {"STS.U8": 32}),
     ],
 )  # fmt: skip
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_results_that_plain_stores_bring_to_tma(config, given, stores):
     """A store for each two neighbours, or for each result where a thread has no neighbours of it."""
     kernel = build(config, **given)
@@ -123,6 +123,7 @@ def test_results_that_plain_stores_bring_to_tma(config, given, stores):
     assert {name: count for name, count in names.items() if name.startswith(("STS.U", "STSM"))} == stores
 
 
+@pytest.mark.slow
 def test_halves_wait_for_little_between_their_products():
     """Where a warpgroup waits between two WGMMA, the tensor cores do. The next stage's barrier is asked, without
     waiting, before the additions, and the next tile's first scales are loaded before the epilogue.

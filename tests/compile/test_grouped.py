@@ -82,6 +82,7 @@ def test_nothing_is_spilled(config, work, majors, epilogue):
 )
 @pytest.mark.parametrize("rows", [64, 128, 256, 512])
 @pytest.mark.product(keep=1)
+@pytest.mark.slow
 def test_no_candidate_that_fits_a_group_spills(rows, program, work, majors):
     epilogue = Epilogue(custom=simplified(parse(f"def epilogue{program}"))) if program else None
     problem = Problem.of(2048, 4096, 4096, majors=majors, batch=8, work=work, epilogue=epilogue)
@@ -185,6 +186,7 @@ def test_what_the_heuristic_takes_for_scaled_groups_spills_nothing(work, dtype, 
 
 @pytest.mark.parametrize("config", ["simt/64x128x16/w32x64/s3/g8/r3", "simt/32x32x64/w32x32/s3/g8/x4"])
 @pytest.mark.product(keep=1)
+@pytest.mark.slow
 def test_groups_on_cuda_cores_load_as_dense_products_do(config):
     """A vector never ends behind a row, so that no load is cut. What they load besides is where their group ends."""
     counts = []

@@ -192,6 +192,7 @@ def test_split_k_keeps_its_own_slice_and_discards_what_it_has_read(config, store
     ["sm90/128x128x64/coop2/c2x1/s5/row/k32/arrival/pdl", "sm90/192x96x64/coop3/c1x1/s4/row/k2/arrival"],
 )
 @pytest.mark.product(keep=1)
+@pytest.mark.slow
 def test_split_k_in_the_order_of_arrival(config):
     """The L2 cache adds whole vectors; one part a share, which must be zero as the state words must."""
     kernel = build(config, epilogue=FULL)

@@ -59,6 +59,7 @@ def test_functions_have_no_slow_path(function, most, ex2, rcp, config):
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.product(keep=1)
+@pytest.mark.slow
 def test_gelu_of_a_sum_and_a_residual(config):
     assert added(FULL, config)["all"] < 16.0
     assert added(FULL, config, WITHOUT)["all"] < 10.2

@@ -218,6 +218,7 @@ def test_what_was_not_promised_is_reported(config, given, constant, seed):
 
 @pytest.mark.parametrize("recipe", ["rows", "blocks"])
 @pytest.mark.product(keep=1)
+@pytest.mark.slow
 def test_calls_run_by_the_emulator_know_the_promise(recipe, monkeypatch, capsys, seed):
     """A transposing copy of an operand of 8 bits, which the kernel in front makes, is not constant."""
     monkeypatch.setenv("CUTEGEMM_ARCH", "H200")

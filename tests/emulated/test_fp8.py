@@ -95,6 +95,7 @@ def test_sums_that_are_promoted_by_halves(config, given, whole, seed, monkeypatc
 @pytest.mark.parametrize("config", ["128x96x128/coop2/c1x1/s3/g8/zig", "256x64x128/coop2/c2x1/s3/serp8/streamk/pdl"])
 @pytest.mark.parametrize("recipes", [BLOCKS, ROWS])
 @pytest.mark.product(keep=1)
+@pytest.mark.slow
 def test_halves_give_the_bits_of_whole_tiles(config, recipes, seed, monkeypatch):
     """Whatever the strides of the scales: they are multiplied, and partial sums added, in the same order."""
     gpu_of(4, monkeypatch, "H200")

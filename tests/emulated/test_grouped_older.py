@@ -172,6 +172,7 @@ def test_operands_that_lie_along_a_ragged_k_are_copied_across(capsys, seed):
         case.run(backend="cute", config=MMA)
 
 
+@pytest.mark.slow
 def test_older_gpus_compute_groups(monkeypatch, capsys):
     monkeypatch.setenv("CUTEGEMM_ARCH", "sm_80")
     for work in WORKS:

@@ -103,6 +103,7 @@ def test_columns_of_no_rows(shapes, results, backend):
 @pytest.mark.parametrize("work", [RAGGED_M, GATHERED, SCATTERED])
 @pytest.mark.parametrize("save", [None, "recompute"])
 @pytest.mark.product(keep=1)
+@pytest.mark.slow
 def test_gradients_of_maxima_by_kernels(work, save, seed):
     """The elements that equal a maximum get its gradient, which the derived program then takes as a matrix."""
     case = GroupCase.random(work, [5, 0, 9], 0, 24, 16, "fp32", seed=seed)

@@ -210,6 +210,7 @@ def test_sizes_that_nobody_should_pass_read_and_write_nothing_outside(recipes, s
         case.run(backend="cute", config="sm90/64x64x128/coop1/c1x1/s3/g2")
 
 
+@pytest.mark.slow
 def test_scales_in_any_strides_and_what_the_heuristic_takes(seed):
     """Column-major scales, as cuBLAS wants them, and one of all groups."""
     case = GroupCase.random(RAGGED_M, [70, 0, 3, 50], 0, 136, 272, "e4m3", seed=seed, recipes=("blocks", "blocks128"))

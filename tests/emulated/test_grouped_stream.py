@@ -102,6 +102,7 @@ def test_replays_with_other_sizes_share_a_workspace(seed, monkeypatch):
     assert {True, False} == set(cut)
 
 
+@pytest.mark.slow
 def test_the_same_bits_whoever_comes_last(seed, monkeypatch):
     gpu_of(7, monkeypatch)
     case = GroupCase.random(RAGGED_M, [70, 0, 3, 70], 0, 72, 1544, seed=seed)  # ten tiles: three are cut in two
@@ -149,6 +150,7 @@ def test_too_little_k_to_cut(k, seed, monkeypatch):
     case.run(backend="cute", config=ONE)
 
 
+@pytest.mark.slow
 def test_gate_and_up_and_operands_of_rows(seed, monkeypatch):
     gpu_of(3, monkeypatch)
     generator = torch.Generator().manual_seed(seed)

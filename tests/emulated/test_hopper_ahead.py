@@ -97,6 +97,7 @@ def test_columns_that_repeat_with_swapped_operands(config):
 @pytest.mark.parametrize("config", ["128x64x64/coop2/c1x1/s3/row", "128x48x64/coop2/c1x1/s3/row"])
 @pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
 @pytest.mark.product(keep=1)
+@pytest.mark.slow
 def test_columns_that_repeat_of_several_widths(config, out):
     check(WIDE_HEADS, config, (200, 136, 72), out)
 

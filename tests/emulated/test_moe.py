@@ -131,6 +131,7 @@ def test_experts_in_8_bits_by_the_kernels(scaling, other, seed):
     ("dtype", "width", "hidden"), [(torch.float32, 33, 21), (torch.bfloat16, 33, 21), (torch.float16, 40, 17)]
 )
 @pytest.mark.product(keep=1)
+@pytest.mark.slow
 def test_every_width_and_float32_run_by_kernels(capability, dtype, width, hidden, monkeypatch, seed):
     """Also on GPUs without TMA, forward and backward: nothing goes to torch, which would wait for the sizes."""
     monkeypatch.setenv("CUTEGEMM_ARCH", capability)

@@ -124,6 +124,7 @@ def test_the_model_of_the_sums_has_the_bits(precision, config, way, seed):
         assert torch.equal(computed(a, b, precision, config), expected)
 
 
+@pytest.mark.slow
 def test_compensated_sums_of_a_long_k_err_less(seed):
     """Promotions of a compensated tile round as a few additions do, those of a larger tile as many."""
     a, b = inputs("powers", 40, 24, 2048, seed)

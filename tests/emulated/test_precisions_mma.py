@@ -79,6 +79,7 @@ def test_one_matrix_serves_a_batch_and_any_k(precision, config, seed, monkeypatc
         assert verdict, (k, verdict.message)
 
 
+@pytest.mark.slow
 def test_programs_and_gradients(seed, monkeypatch):
     """Gate and up, with columns of both halves of B in one tile; gradients have the precision of their product."""
     monkeypatch.setenv("CUTEGEMM_ARCH", "sm_80")

@@ -60,6 +60,7 @@ def test_products_of_packed_operands(majors, config, seed):
     Case.random(67, 45, 139, "bf16", seed=seed, majors=majors, pad=3, offset=1).run(backend="cute", config=config)
 
 
+@pytest.mark.slow
 def test_batches_epilogues_and_a_column_major_result(seed):
     Case.random(35, 51, 73, "fp16", seed=seed, majors="nt", batch=3).run(backend="cute", config=CONFIG)
     out = torch.empty(51, 35, dtype=torch.bfloat16).t()

@@ -39,6 +39,7 @@ def test_a_product(shape, config, body, dtype):
     compared(lambda epilogue: cutegemm.gemm(a, b, epilogue=epilogue, config=config, backend="cute"), body, dtype)
 
 
+@pytest.mark.slow
 def test_operands_a_batch_and_numbers_that_are_none():
     torch.manual_seed(1)
     a, b = torch.randn(2, 70, 64).half(), torch.randn(2, 304, 64).half().mT
@@ -71,6 +72,7 @@ def test_of_quantized_operands():
 
 @pytest.mark.parametrize("config", [GATED, "sm90/128x256x64/coop2/c1x2/s3/serp16/zig/streamk/pdl"])
 @pytest.mark.product(keep=1)
+@pytest.mark.slow
 def test_groups_of_rows(config):
     """Rows of no group stay as they are, in both results."""
     torch.manual_seed(4)
@@ -118,6 +120,7 @@ def test_tf32_and_what_the_choice_takes():
 
 @pytest.mark.parametrize("form", [False, True])
 @pytest.mark.product(keep=1)
+@pytest.mark.slow
 def test_a_mixture(monkeypatch, form):
     """Its hidden layer is quantized by the first product or by a kernel of its own."""
     torch.manual_seed(7)

@@ -39,6 +39,7 @@ def test_a_legacy_kernel_trains_too(seed):
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])
 @pytest.mark.product(keep=1)
+@pytest.mark.slow
 def test_tangents_by_the_kernels(activation, seed):
     shapes = {"a": (24, 16), "b": (16, 40), "c": (24, 40), "bias": (40,)}
     tensors, tangents = (
@@ -115,6 +116,7 @@ def test_torchs_own_samples_all(name, dtype, seed):
     assert not others
 
 
+@pytest.mark.slow
 def test_a_transformer(seed):
     size = transformer.Size(layers=1, width=32, hidden=48, vocabulary=32, batch=1, length=8)
     theirs, ours = transformer.compare_logits(size, torch.bfloat16, "cpu", seed, backend="cute", plain=True)

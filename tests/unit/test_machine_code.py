@@ -99,6 +99,7 @@ def test_rows_of_the_same_machine_code_are_restamped(earlier, tmp_path, capsys):
     assert "0 of 1 rows restamped" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_checkout_without_the_tool_is_an_error(tmp_path, capsys):
     table = tmp_path / "table.json"
     table.write_text(winners_table.dump([row(backend="torch", config="")]))  # nothing to compile

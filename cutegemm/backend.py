@@ -175,10 +175,10 @@ class Backend(ABC, Generic[C]):
 
     def in_one_wave(self, config: C, problem: Problem, arch: Arch, won_at: tuple[int, int, int] | None = None) -> C:
         """The candidate, in another order of tiles where one wave computes all tiles of the problem and that order is
-        known to be faster.
+        known to be faster, or back in its usual order where it won another problem in one wave.
 
         Args:
-            won_at: (M, N, K) of another problem that it won, if its order may be due to these.
+            won_at: (M, N, K) of the problem that it won, if it did.
         """
         return config
 

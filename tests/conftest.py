@@ -82,8 +82,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sample_products(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves of each test marked `product(keep=N)` N cases, which together hold as many values of its parameters as N
-    cases found one after the other can. Of slow cases there is a sample of their own.
+    """Leaves of each test marked `product(keep=N)` N cases. They are found one after the other: each has as many values
+    of parameters that none before it has as a case can have. Of slow cases there is a sample of their own.
     """
     products: dict[tuple[str, bool], list[pytest.Item]] = {}
     for item in items:

@@ -39,8 +39,8 @@ SEEDS = range(6)
 
 @dataclass(frozen=True)
 class Spec:
-    """A kernel to mutate and the problems (M, N, K) to run it on; ``quick`` ones run in CI,
-    a fifth of their mutations in `make test` and all in `make nightly`.
+    """A kernel to mutate and the problems (M, N, K) to run it on. Of half of the ``quick`` ones `make test` runs a
+    fifth of the mutations; `make nightly` runs all of theirs.
 
     sm_count: SMs of the pretended GPU, few enough that a persistent CTA gets several tiles of a small problem.
     uninitialized: whether reads of shared memory that nothing wrote count; CUTLASS 2.x multiplies such rows and stores

@@ -46,8 +46,8 @@ NEAR = 1.5
 WON = 0.03
 """Bonus of a measured winner at its own shape, as a share of its estimated time."""
 CLOSE = 0.99
-"""A candidate whose bound is above this share of the best estimate so far is not estimated: the model errs by far more
-than 1 %."""
+"""A candidate whose bound is above this share of the best estimate is not estimated: the model errs by far more than
+1 %. The best is that before the sixteen candidates which are estimated together (`compare.TOGETHER`)."""
 
 
 def estimate(problem: Problem, config: Any, backend: str, arch: Arch) -> float:

@@ -55,7 +55,7 @@ def test_defaults_on_every_architecture(target, dtype, precision, needed):
 
 @pytest.mark.parametrize("majors", ["tn", "tt", "nn", "nt"])
 @pytest.mark.parametrize(("dtype", "precision"), [("fp16", "ieee"), ("fp32", "tf32"), ("fp32", "ieee")])
-@pytest.mark.product(keep=1)
+@pytest.mark.product(keep=2)
 def test_no_spills_for_any_majors_and_the_whole_epilogue(majors, dtype, precision):
     problem = Problem.of(4096, 4096, 4096, dtype, majors=majors, precision=precision, epilogue=FULL)
     kernel = build(problem, None, "sm_80")

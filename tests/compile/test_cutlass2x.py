@@ -55,7 +55,6 @@ def said_by_nvcc(tools: toolkit.Toolkit, pairs: list[tuple[Signature, Cutlass2xC
 
 @pytest.mark.parametrize(("signature", "text"), REFUSED, ids=[text for _, text in REFUSED])
 @pytest.mark.product(keep=1)
-@pytest.mark.slow
 def test_nvcc_refuses_what_the_rule_refuses(tools, tmp_path, signature, text):
     config = BACKEND.parse(f"cutlass2x/{text}")
     assert config.why_invalid(signature, H200)

@@ -171,7 +171,7 @@ def scaled(work: str, recipe: str) -> Epilogue:
 @pytest.mark.parametrize(("sizes", "least"), [((8192, 4096, 7168), 64), ((128, 7168, 2048), 0)])
 @pytest.mark.parametrize("work", ["ragged_m", "ragged_n", "masked", "gathered_m", "scattered_m"])
 @pytest.mark.parametrize(("dtype", "recipe"), [("e4m3", "blocks"), ("e4m3", "rows"), ("int8", "rows"), ("int8", None)])
-@pytest.mark.product(keep=1)
+@pytest.mark.product(keep=3)
 def test_what_the_heuristic_takes_for_scaled_groups_spills_nothing(work, dtype, recipe, sizes, least):
     m, n, k = sizes if work != "ragged_n" else (sizes[1], sizes[0], sizes[2])
     epilogue = None if recipe is None else scaled(work, recipe)

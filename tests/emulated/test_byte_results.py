@@ -100,7 +100,7 @@ def test_several_results_of_16_bit_operands_with_their_terms(config, majors, see
     ["128x256x128/coop2/c1x2/s2/g2/zig/half", "64x64x128/coop1/c1x1/s3/g2", "256x48x128/coop2/c1x1/s3/g2/swap"],
 )
 @pytest.mark.parametrize("work", [RAGGED_M, GATHERED, MASKED])
-@pytest.mark.product(keep=1)
+@pytest.mark.product(keep=3)
 def test_groups_of_gate_and_up(config, gating, work, seed):
     """Rows of other groups, and those beyond the last, stay as they were (`GroupCase.run`)."""
     if work == GATHERED and "c1x2" in config:

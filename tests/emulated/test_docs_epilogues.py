@@ -5,10 +5,7 @@ from __future__ import annotations
 import doctest
 from pathlib import Path
 
-import pytest
 
-
-@pytest.mark.slow
 def test_the_examples_of_the_page():
     page = Path(__file__).parents[2] / "docs" / "epilogues.md"
     options = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL

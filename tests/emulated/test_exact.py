@@ -49,7 +49,7 @@ def test_hopper(name, seed):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.product(keep=1)
+@pytest.mark.product(keep=4)
 def test_other_families(name, seed):
     config, dtype, options = OTHERS[name]
     problem = exact.case(72, 40, 1000 + 4 * (seed % 256), dtype, seed=seed, **options)

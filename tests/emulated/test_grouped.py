@@ -158,7 +158,6 @@ def test_many_groups(groups, seed):
 
 
 @pytest.mark.parametrize("groups", [1, 2, 70])
-@pytest.mark.product(keep=1)
 def test_ping_pong_looks_for_the_other_warpgroups_work_in_any_number_of_groups(groups, seed):
     """A group a tile: one work, two, and more than a warp has lanes, with long and empty groups in turn."""
     rng = random.Random(seed)

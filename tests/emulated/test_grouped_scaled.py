@@ -126,7 +126,7 @@ def test_gate_and_up_of_stacked_weights_behind_scales_of_blocks(work, config, ga
     ],
 )
 @pytest.mark.parametrize("work", [DENSE, RAGGED_M, GATHERED, MASKED, SCATTERED])
-@pytest.mark.product(keep=1)
+@pytest.mark.product(keep=2)
 def test_halves_of_a_tile_take_gate_and_up_of_whole_blocks(work, config, n, seed):
     """128 divides F: gate's columns and up's lie alike in blocks."""
     if work == DENSE:

@@ -22,7 +22,7 @@ SEEDS = range(3)
 @pytest.mark.parametrize("timing", SEEDS)
 @pytest.mark.parametrize("cluster", ["1x1", "2x1", "1x2", "2x2", "4x1", "1x4"])
 @pytest.mark.parametrize("schedule", ["coop2", "pp"])
-@pytest.mark.product(keep=1)
+@pytest.mark.product(keep=2)
 def test_schedules_and_clusters(schedule, cluster, timing, run):
     """Ragged on every side, several tiles a CTA, k tiles that do not divide the ring."""
     bm = 128 if schedule == "coop2" else 64

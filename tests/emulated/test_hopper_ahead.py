@@ -66,7 +66,6 @@ def test_operands_through_the_ring(text, config, shape):
 
 
 @pytest.mark.parametrize("stages", [2, 3])
-@pytest.mark.product(keep=1)
 def test_a_ring_with_fewer_stages_than_a_step_of_the_epilogue_reads(stages):
     """A stage holds one box here, and a step reads one of each operand: all of them at once."""
     check(THREE, f"64x128x32/coop1/c1x1/s{stages}/row", (200, 136, 72))

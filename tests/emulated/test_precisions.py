@@ -65,7 +65,6 @@ def test_layouts_and_forms(precision, config, options, seed):
 
 
 @pytest.mark.parametrize("k", [20, 1, 0])
-@pytest.mark.product(keep=1)
 def test_one_matrix_serves_a_batch_and_strides_that_nothing_reads(k, seed):
     """B is split once for all of the batch; an A without a unit stride is copied first; K = 0 and K = 1."""
     generator = torch.Generator().manual_seed(seed)

@@ -45,7 +45,7 @@ def models(gpu: arch.Arch, kind: dict[str, str], majors: str) -> list[Model]:
 )  # fmt: skip
 def test_machine_code_and_python_find_the_same_to_the_last_bit(m, n, k, batch, gpu, kind, majors, close, source):
     assert library() is not None, "this test needs a C compiler"
-    some = source.sample(all_ := models(gpu, kind, majors), min(len(all_), 12))
+    some = source.sample(all_ := models(gpu, kind, majors), min(len(all_), 40))  # more than `compare.TOGETHER`
     for alone in some[:3]:
         assert Group([alone]).cheapest(m, n, k, batch, close) == (alone.seconds(m, n, k, batch), 0, 0)
     assert Group(some).cheapest(m, n, k, batch, close) == (*compare.cheapest(some, m, n, k, batch, close), 0)

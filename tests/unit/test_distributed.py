@@ -20,7 +20,6 @@ def said() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", distributed_checks.CHECKS)
-@pytest.mark.product(keep=11)
 def test_two_processes(said, name):
     assert not said[name], said[name]
 

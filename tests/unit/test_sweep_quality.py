@@ -64,7 +64,6 @@ def swept(problem: Problem, every: list[Candidate], seconds: Callable[[Candidate
 @pytest.mark.usefixtures("no_winners")
 @pytest.mark.parametrize("sizes", [(1024, 6144, 4096), (128, 4096, 14336)], ids=str)
 @pytest.mark.product(keep=1)
-@pytest.mark.slow
 def test_a_sweep_comes_close_to_the_best_of_all(sizes, tmp_path):
     """Within 2 % of the best of 100 favourites of the model and 100 of all, as `tuning.exhaustive` times them; within
     3 % of the best of the whole space on average.

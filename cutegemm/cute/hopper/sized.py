@@ -40,7 +40,7 @@ WHOLE_STEP, HALF_STEP = 16, 8
 """Of its columns; the second for 16 bits with swapped operands (`validity.odd_eights`)."""
 MOST_STAGES = 12
 ORDER = "serp8"
-"""That candidates are made with; `in_one_wave` may change it."""
+"""That candidates are made with, and that winners of one wave get in more waves (`in_one_wave`)."""
 SWAPPED_ORDERS = {(2, 1): "serp2", (4, 1): "serp2", (1, 2): "col", (1, 4): "col", (2, 2): "col"}
 """By cluster. 1x1 is left out: column by column it took 0.993 of the time in the mean, but 0.84 to 1.08 from tile to
 tile. Without swapped operands all were fastest column by column."""
@@ -77,7 +77,8 @@ def sized(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) 
 def in_one_wave(
     config: HopperConfig, problem: Problem, arch: Arch, won_at: tuple[int, int, int] | None = None
 ) -> HopperConfig:
-    """A candidate in the tile order that is faster for it where all tiles of a product are computed at once.
+    """A candidate in the tile order that is faster for it where all tiles of a product are computed at once. Only
+    `ORDER` and that order are changed, each for the other; a candidate in any other order keeps it.
 
     Args:
         won_at: (M, N, K) at which it was the fastest, in its order. That says nothing of the order in one wave where
@@ -120,9 +121,6 @@ class _Tiles:
             step = HALF_STEP if swapped and self._itemsize == 2 else WHOLE_STEP
             for bm, rows_down, ctas_across, places, cluster in self._kinds:
                 clusters_down = -(-rows // rows_down) * batch
-                if WAVES[-1] * places // clusters_down * ctas_across * WIDEST < columns:
-                    continue
-                before = 0
                 for waves in WAVES:
                     across = waves * places // clusters_down * ctas_across
                     if across * WIDEST < columns:
@@ -132,9 +130,8 @@ class _Tiles:
                         break
                     multiplied, loaded = bm * bn / MULTIPLIED, (bm + bn) / LOADED
                     clocks = waves * (multiplied if multiplied > loaded else loaded)
-                    for schedule in SCHEDULES[bm][bn == before : None if waves > 1 else 1]:  # each tile once
+                    for schedule in SCHEDULES[bm] if waves > 1 else SCHEDULES[bm][:1]:
                         found.append((clocks, (bm, bn, schedule, cluster, swapped)))
-                    before = bn
         return found
 
     def configuration(self, tile: _Tile) -> HopperConfig | None:

@@ -77,8 +77,8 @@ def sized(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) 
 def in_one_wave(
     config: HopperConfig, problem: Problem, arch: Arch, won_at: tuple[int, int, int] | None = None
 ) -> HopperConfig:
-    """A candidate in the tile order that is faster for it where all tiles of a product are computed at once. Only
-    `ORDER` and that order are changed, each for the other; a candidate in any other order keeps it.
+    """A candidate in the tile order that is faster for it where all tiles of a product are computed at once. A
+    candidate in `ORDER` may get that order, and one in that order may get `ORDER`. One in a third order keeps it.
 
     Args:
         won_at: (M, N, K) at which it was the fastest, in its order. That says nothing of the order in one wave where
